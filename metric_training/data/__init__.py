@@ -1,0 +1,1 @@
+"""Odd-one-out data: simulated voters and procedural triplets."""

@@ -1,0 +1,257 @@
+"""Fine-tunes, or trains from scratch, a fusion model on odd-one-out votes.
+
+    accelerate launch metric_training/train.py --config metric_training/configs/builtin_late.yaml
+
+All aspects of a triplet share the image work of a step. Every step draws its data from (seed, step, rank), so a resumed run sees
+what an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from trl import TrlParser
+
+from metric_training.attributes import AttributeHead, attribute_loss, attribute_targets
+from metric_training.builtin_model import build_late_fusion
+from metric_training.data.triplets import Triplet, sample_triplet
+from metric_training.data.votes import Voters
+from metric_training.evaluate import held_out_triplets, metric_judge, score_triplets
+from metric_training.losses import odd_one_out_loss, pair_similarities
+from tpips_reward import Metric, TPIPSError
+from tpips_reward.fusion.late import LateFusion
+from tpips_reward.scenes import sample_scene, to_tensor
+from tpips_reward.scenes.render import render
+
+
+@dataclass
+class TrainConfig:
+    """Everything a run depends on.
+
+    Attributes:
+        output_dir: where checkpoints and the trained metric go.
+        seed: of weights and data.
+        vision_steps: steps in which the vision tower alone learns the scenes' parameters.
+        vision_batch_size: scenes a step in that stage.
+        vision_learning_rate: peak learning rate of that stage.
+        steps: steps on votes.
+        batch_size: triplets a step and process.
+        learning_rate: peak learning rate on votes, after warm-up, falling to zero along a cosine.
+        warmup_ratio: share of the steps.
+        weight_decay: AdamW's.
+        max_grad_norm: gradient clipping.
+        temperature: τ of the softmax over the three similarities.
+        attribute_weight: weight of the parameter loss at the first vote step; it fades to zero.
+        voters: votes an aspect in training.
+        max_aspects: aspects a triplet at most.
+        save_every: steps between checkpoints.
+        eval_every: steps between validations.
+        eval_triplets: held-out triplets a validation.
+        resume: go on from the newest checkpoint in output_dir.
+        overwrite: start anew in a used output_dir.
+    """
+
+    output_dir: str = "runs/metric_late"
+    seed: int = 0
+    vision_steps: int = 1500
+    vision_batch_size: int = 48
+    vision_learning_rate: float = 1.5e-3
+    steps: int = 2000
+    batch_size: int = 24
+    learning_rate: float = 1.0e-3
+    warmup_ratio: float = 0.03
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    temperature: float = 0.1
+    attribute_weight: float = 0.3
+    voters: int = 5
+    max_aspects: int = 6
+    save_every: int = 100
+    eval_every: int = 250
+    eval_triplets: int = 200
+    resume: bool = field(default=False)
+    overwrite: bool = field(default=False)
+
+
+def learning_rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
+    """Linear warm-up, then a cosine to zero (paper, §C.3)."""
+    warmup = max(1, round(warmup_ratio * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+class Trainee(nn.Module):
+    """The metric and its auxiliary head, in one module so that distributed wrappers see every parameter."""
+
+    def __init__(self, late: LateFusion) -> None:
+        super().__init__()
+        self.late = late
+        self.head = AttributeHead(tokens=16, hidden=late.backbone.hidden_size)
+
+    def forward(self, images: list[Tensor], aspects: list[list[str]] | None) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Predicted parameters of each image, and its (K_i, D) embeddings where aspects are given."""
+        features = self.late.backbone.encode_images(images)
+        predictions = self.head(torch.stack([f.tokens for f in features]))
+        if aspects is None:
+            return predictions, []
+        suffixes = [[self.late.prompts.suffix(a) for a in names] for names in aspects]
+        return predictions, self.late.embed_features(features, suffixes)
+
+
+def vision_step(trainee: nn.Module, config: TrainConfig, rng: np.random.Generator) -> Tensor:
+    """Loss of one step of the first stage."""
+    scenes = [sample_scene(rng) for _ in range(config.vision_batch_size)]
+    predictions, _ = trainee([to_tensor(render(s)) for s in scenes], None)
+    device = predictions["continuous"].device
+    return attribute_loss(predictions, {k: v.to(device) for k, v in attribute_targets(scenes).items()})
+
+
+def vote_losses(trainee: nn.Module, triplets: list[Triplet], temperature: float) -> tuple[Tensor, Tensor]:
+    """Vote loss (every aspect of every triplet weighs the same) and parameter loss of a batch."""
+    images = [to_tensor(image) for t in triplets for image in t.images]
+    aspects = [list(t.wordings) for t in triplets for _ in range(3)]
+    predictions, vectors = trainee(images, aspects)
+    similarities = torch.cat([pair_similarities(torch.stack(vectors[3 * i : 3 * i + 3], 1)) for i in range(len(triplets))])
+    votes = torch.from_numpy(np.concatenate([t.votes for t in triplets])).to(similarities.device)
+    targets = attribute_targets([s for t in triplets for s in t.scenes])
+    return (
+        odd_one_out_loss(similarities, votes, temperature),
+        attribute_loss(predictions, {k: v.to(similarities.device) for k, v in targets.items()}),
+    )
+
+
+def step_rng(config: TrainConfig, stage: int, step: int, rank: int) -> np.random.Generator:
+    """The data of a step depend on nothing but this."""
+    return np.random.default_rng([config.seed, stage, step, rank])
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Writes ``checkpoint.pt`` atomically."""
+    temporary = folder / "checkpoint.pt.tmp"
+    torch.save(state, temporary)
+    os.replace(temporary, folder / "checkpoint.pt")
+
+
+def prepare_folder(config: TrainConfig) -> tuple[Path, dict[str, Any] | None]:
+    """The output folder, and the checkpoint to resume from (or None)."""
+    folder = Path(config.output_dir)
+    checkpoint = folder / "checkpoint.pt"
+    if config.resume and not checkpoint.exists():
+        raise TPIPSError(f"--resume was given, but {checkpoint} does not exist; leave --resume out to start.")
+    if not config.resume and not config.overwrite and folder.exists() and any(folder.iterdir()):
+        raise TPIPSError(f"The output folder {folder} is not empty; give --resume to go on or --overwrite to start anew.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.resume:
+        return folder, None
+    return folder, torch.load(checkpoint, map_location="cpu", weights_only=True)
+
+
+def schedule(config: TrainConfig, start: int) -> Iterator[tuple[int, int, int, float]]:
+    """(global step, stage, step in stage, learning rate) from ``start`` on."""
+    for total in range(start, config.vision_steps + config.steps):
+        stage = 0 if total < config.vision_steps else 1
+        step = total - stage * config.vision_steps
+        steps, peak = (
+            (config.vision_steps, config.vision_learning_rate) if stage == 0 else (config.steps, config.learning_rate)
+        )
+        yield total, stage, step, peak * learning_rate_factor(step, steps, config.warmup_ratio)
+
+
+def validate(late: LateFusion, triplets: list[Triplet]) -> dict[str, float]:
+    """Agreement, its standard error and the consensus on held-out triplets; the model's mode is restored."""
+    training = late.training
+    try:
+        scores = score_triplets(metric_judge(Metric(late)), triplets)
+    finally:
+        late.train(training)
+    return {f"validation_{k}": scores[k] for k in ("agreement", "standard_error", "consensus")}
+
+
+def start_log(path: Path, start: int) -> None:
+    """Drops the lines of steps that a resumed run will do again."""
+    lines = path.read_text().splitlines() if path.exists() and start else []
+    kept = [line for line in lines if json.loads(line)["step"] <= start]
+    path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def main(config: TrainConfig) -> None:
+    """Trains, and leaves checkpoint.pt (for --resume and metric_training.export) and log.jsonl in the output folder."""
+    accelerator = Accelerator()
+    folder, saved = prepare_folder(config)
+    late = build_late_fusion(config.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed + 1)
+        trainee = Trainee(late)
+    optimizer = torch.optim.AdamW(trainee.parameters(), lr=1.0, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    start, seconds = 0, 0.0
+    if saved is not None:
+        trainee.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start, seconds = int(saved["step"]), float(saved["seconds"])
+    wrapped, optimizer = accelerator.prepare(trainee, optimizer)
+    voters = Voters(count=config.voters)
+    validation = held_out_triplets(config.eval_triplets, seed=config.seed + 99)
+    bar = tqdm(total=config.vision_steps + config.steps, initial=start, disable=not accelerator.is_main_process)
+    clock = time.monotonic() - seconds
+    if accelerator.is_main_process:
+        start_log(folder / "log.jsonl", start)
+    for total, stage, step, rate in schedule(config, start):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        rng = step_rng(config, stage, step, accelerator.process_index)
+        if stage == 0:
+            loss = vision_step(wrapped, config, rng)
+        else:
+            triplets = [sample_triplet(rng, voters=voters, max_aspects=config.max_aspects) for _ in range(config.batch_size)]
+            vote_loss, side_loss = vote_losses(wrapped, triplets, config.temperature)
+            fade = config.attribute_weight * max(0.0, 1 - step / (0.8 * config.steps))
+            loss = vote_loss + fade * side_loss
+        optimizer.zero_grad(set_to_none=True)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(wrapped.parameters(), config.max_grad_norm)
+        optimizer.step()
+        bar.update()
+        done = total + 1
+        record = {"step": done, "stage": stage, "loss": float(loss), "seconds": time.monotonic() - clock}
+        if not math.isfinite(record["loss"]):
+            raise TPIPSError(f"The loss became {record['loss']} at step {done}; lower the learning rate and --resume.")
+        if stage == 1:
+            record["vote_loss"] = float(vote_loss)
+        last = done == config.vision_steps + config.steps
+        if accelerator.is_main_process and stage == 1 and (done % config.eval_every == 0 or last):
+            record |= validate(late, validation)
+            bar.write(json.dumps(record))
+        if accelerator.is_main_process and (done % 10 == 0 or last):
+            with open(folder / "log.jsonl", "a") as log:
+                log.write(json.dumps(record) + "\n")
+        if accelerator.is_main_process and (done % config.save_every == 0 or last):
+            save_checkpoint(
+                folder,
+                {
+                    "model": trainee.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": done,
+                    "seconds": time.monotonic() - clock,
+                    "config": asdict(config),
+                },
+            )
+    if accelerator.is_main_process:
+        bar.close()
+
+
+if __name__ == "__main__":
+    (arguments,) = TrlParser((TrainConfig,)).parse_args_and_config()
+    main(arguments)

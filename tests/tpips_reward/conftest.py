@@ -1,0 +1,52 @@
+"""The tiny random metric in the released layout, and its images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tpips_reward.checkpoints import load_metric
+from tpips_reward.images import to_tensors
+from tpips_reward.metric import Metric
+
+PARITY = Path(__file__).parents[1] / "data" / "parity"
+
+
+@pytest.fixture(scope="session")
+def parity() -> Path:
+    return PARITY
+
+
+@pytest.fixture(scope="session")
+def metric() -> Metric:
+    """Float32 on the CPU; tests must leave it as it is."""
+    return load_metric(PARITY / "embedding", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def photos() -> dict[str, Image.Image]:
+    return {path.stem: Image.open(path).convert("RGB") for path in sorted((PARITY / "images").glob("*.png"))}
+
+
+@pytest.fixture(scope="session")
+def crops(photos: dict[str, Image.Image]) -> list[Tensor]:
+    """Float images of three sizes."""
+    return to_tensors([photos[name] for name in ("cat_0", "coffee_1", "rocket_2", "astronaut_1")])
+
+
+@pytest.fixture(scope="session")
+def cases() -> list[dict[str, Any]]:
+    """What the released package gives for late fusion."""
+    content = json.loads((PARITY / "expected.json").read_text())
+    return [case for case in content["cases"] if case["model"] == "embedding"]
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,66 @@
+"""Small metrics with known answers, for the rewards' tests: each aspect looks at one colour channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHANNELS = {"red": 0, "green": 1, "blue": 2}
+
+
+class ChannelMetric:
+    """f(a, b | c) = 1 - 2 * mean |a - b| in channel c (range (-1, 1)), or minus that mean (range (-inf, 0]).
+
+    Images are tensors (3, H, W) in [0, 1]. Calls are recorded, so that tests can see what was asked, and how often.
+    """
+
+    def __init__(self, unbounded: bool = False, change_scale: float = 0.5) -> None:
+        self.unbounded = unbounded
+        self.range = (float("-inf"), 0.0) if unbounded else (-1.0, 1.0)
+        self.change_scale = change_scale
+        self.calls: list[tuple[list[Any], list[Any], list[tuple[int, int, str]]]] = []
+
+    def similarity_pairs(
+        self,
+        images: Sequence[Any],
+        references: Sequence[Any],
+        pairs: Sequence[tuple[int, int, str]],
+        *,
+        value_range: tuple[float, float] = (0.0, 1.0),
+    ) -> Tensor:
+        self.value_range = value_range
+        self.calls.append((list(images), list(references), list(pairs)))
+        values = []
+        for image, reference, aspect in pairs:
+            channel = CHANNELS[aspect]
+            gap = (images[image][channel].float() - references[reference][channel].float()).abs().mean()
+            values.append(-gap if self.unbounded else 1 - 2 * gap)
+        return torch.stack(values) if values else torch.zeros(0)
+
+
+class ConstantMetric(ChannelMetric):
+    """Answers one number for every pair, or whatever tensor it was given."""
+
+    def __init__(self, answer: float | Tensor) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def similarity_pairs(
+        self,
+        images: Sequence[Any],
+        references: Sequence[Any],
+        pairs: Sequence[tuple[int, int, str]],
+        *,
+        value_range: tuple[float, float] = (0.0, 1.0),
+    ) -> Tensor:
+        if isinstance(self.answer, Tensor):
+            return self.answer
+        return torch.full((len(pairs),), self.answer)
+
+
+def flat(red: float, green: float, blue: float, size: int = 4) -> Tensor:
+    """An image of one colour, (3, size, size)."""
+    return torch.tensor([red, green, blue]).view(3, 1, 1).expand(3, size, size).clone()

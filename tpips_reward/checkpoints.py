@@ -1,0 +1,231 @@
+"""`load_metric` and `save_metric`: built-in, released, Hub and folder checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tpips_reward.backbone import Backbone
+from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
+from tpips_reward.errors import TPIPSError
+from tpips_reward.fusion import FUSIONS
+from tpips_reward.metric import Metric, parse_dtype
+from tpips_reward.released import is_released_layout, load_released
+
+RELEASED = {
+    "late": "sywang/TPIPS-Embed-Qwen3VL-8B",
+    "mid": "sywang/TPIPS-ActDiff-Qwen3VL-8B",
+    "early": "sywang/TPIPS-EarlyFusion-Qwen3VL-8B",
+}
+_RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
+CONFIG_NAME = "tpips_config.json"
+FORMAT_VERSION = 1
+_BUILTIN = Path(__file__).parent / "builtin"
+
+
+def load_metric(
+    source: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+    merge_lora: bool = True,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Metric:
+    """Load a metric, ready to score: eval mode, weights without gradients.
+
+    Args:
+        source: "builtin:late" (ships with the package), "released:late" (the published 8B weights), a Hub id, or a
+            folder that holds a released checkpoint (config.json, model.pt) or what `save_pretrained` wrote.
+        device: where it runs; None: the GPU if there is one.
+        dtype: "float32", "bfloat16" or "float64", or the torch.dtype; None: float32 on the CPU, bfloat16 elsewhere.
+        revision: branch, tag or commit of a Hub repository.
+        merge_lora: fold a released checkpoint's adapters into its weights; False keeps them apart (needs peft).
+        cache_dir, local_files_only: as in transformers; HF_HUB_OFFLINE works too.
+
+    Raises:
+        TPIPSError: an unknown source, an incomplete or damaged checkpoint, a refused dtype.
+
+    Example:
+        >>> metric = load_metric("builtin:late", device="cpu")  # doctest: +SKIP
+    """
+    target = parse_device(device)
+    kind = parse_dtype(dtype) if dtype is not None else torch.float32 if target.type == "cpu" else torch.bfloat16
+    hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    folder = resolve(str(os.fspath(source)), hub)
+    if (folder / CONFIG_NAME).is_file():
+        fusion, info = _load_own(folder, kind)
+    elif is_released_layout(folder):
+        fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
+        info = {}
+    else:
+        raise TPIPSError(
+            f"{folder} is no TPIPS checkpoint: it has neither {CONFIG_NAME} (ours) "
+            "nor config.json and model.pt (released)."
+        )
+    change_scale = info.pop("change_scale", None)
+    fusion.requires_grad_(False)
+    metric = Metric(fusion, change_scale=change_scale, info={"source": str(source), **info})
+    return metric.to(target)
+
+
+def resolve(source: str, hub: dict[str, Any]) -> Path:
+    """A source's folder on this machine, fetched where it is not there yet.
+
+    Raises:
+        TPIPSError: the source names nothing that exists.
+    """
+    scheme, _, name = source.partition(":")
+    if scheme == "builtin" and name:
+        folder = _BUILTIN / name
+        if not (folder / CONFIG_NAME).is_file():
+            there = sorted(f"builtin:{path.parent.name}" for path in _BUILTIN.glob(f"*/{CONFIG_NAME}"))
+            raise TPIPSError(f"There is no metric {source!r}; installed are: {', '.join(there) or 'none'}.")
+        return folder
+    if scheme == "released" and name:
+        if name not in RELEASED:
+            raise TPIPSError(f"There is no metric {source!r}; known are {_RELEASED_NAMES}.")
+        return _from_hub(RELEASED[name], [*SMALL_FILES, "*.pt"], hub)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if _is_hub_id(source):
+        return _from_hub(source, [*SMALL_FILES, "*.pt", "*.safetensors"], hub)
+    raise TPIPSError(
+        f"The metric {source!r} is no folder and no Hub id (owner/name); known names are builtin:late and "
+        f"{_RELEASED_NAMES}."
+    )
+
+
+def _is_hub_id(source: str) -> bool:
+    parts = source.split("/")
+    return len(parts) == 2 and all(part and not part.startswith(".") for part in parts) and ":" not in source
+
+
+def _from_hub(repo: str, patterns: list[str], hub: dict[str, Any]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns, **hub))
+    except (OSError, ValueError) as error:  # what huggingface_hub raises derives from these
+        reason = " ".join(str(error).split())[:300]
+        raise TPIPSError(
+            f"{repo!r} could not be had from the Hub ({type(error).__name__}: {reason}); check the id, the revision "
+            "and the connection, or give a folder."
+        ) from error
+
+
+def _find_backbone(checkpoint: Path, hub: dict[str, Any], name: str, weights: bool) -> Path:
+    """A released checkpoint's backbone: a folder seen from here or from beside the checkpoint, or a Hub id."""
+    for folder in (Path(name), checkpoint.resolve().parent / name):
+        if (folder / "config.json").is_file():
+            return folder
+    if _is_hub_id(name):
+        # the pinned revision is the checkpoint's, not the backbone's
+        options = {**hub, "revision": None}
+        return _from_hub(name, [*SMALL_FILES, *(["*.safetensors"] if weights else [])], options)
+    raise TPIPSError(
+        f"The backbone {name!r} that {checkpoint / 'config.json'} names is no folder here or beside the checkpoint, "
+        "and no Hub id (owner/name)."
+    )
+
+
+def parse_device(device: torch.device | str | None) -> torch.device:
+    """A device that is there; None: the GPU if there is one, else the CPU.
+
+    Raises:
+        TPIPSError: an unknown name, or a GPU that this machine does not have.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise TPIPSError(f"The device {device!r} is unknown; use cpu, cuda, cuda:1 ...") from None
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise TPIPSError(
+            f"The device {str(target)!r} is not there (GPUs found: {torch.cuda.device_count()}); use 'cpu'."
+        )
+    return target
+
+
+def _load_own(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """A fusion and what its tpips_config.json says beside it."""
+    info = read_json(folder / CONFIG_NAME)
+    version, kind = info.pop("format", None), info.pop("fusion", None)
+    if version != FORMAT_VERSION:
+        raise TPIPSError(
+            f"{folder / CONFIG_NAME} is of format {version!r}, this version reads {FORMAT_VERSION}; update the package."
+        )
+    if kind not in FUSIONS:
+        raise TPIPSError(f"{folder / CONFIG_NAME} names the fusion {kind!r}; known are {', '.join(FUSIONS)}.")
+    backbone = empty_backbone(folder, folder)
+    weights = {name: value.to(dtype) for name, value in stored_weights(folder)}
+    fill(backbone.model, weights, str(folder / "model.safetensors"))
+    return FUSIONS[kind](backbone), info
+
+
+def save_metric(metric: Metric, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Write a metric as a folder; every file appears whole or not at all, `tpips_config.json` last.
+
+    Args:
+        metric: adapters that are still apart are saved folded in.
+        folder: made if missing; files of the same names are replaced.
+        dtype: of the stored weights; None keeps them.
+
+    Raises:
+        TPIPSError: the folder cannot be written.
+    """
+    target = Path(folder)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
+            staging = Path(name)
+            _write_backbone(metric.backbone, staging, dtype)
+            details = {"format": FORMAT_VERSION, "fusion": metric.fusion.kind, **metric.info}
+            if metric.is_calibrated:
+                details["change_scale"] = metric.change_scale
+            details.pop("source", None)
+            (staging / CONFIG_NAME).write_text(json.dumps(details, indent=2) + "\n", encoding="utf-8")
+            for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+                if (target / path.name).is_dir():
+                    shutil.rmtree(target / path.name)
+                os.replace(path, target / path.name)
+    except OSError as error:
+        raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
+
+
+def _write_backbone(backbone: Backbone, folder: Path, dtype: torch.dtype | None) -> None:
+    weights = merged_state(backbone.model)
+    stored = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in weights.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    backbone.config.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+    if backbone.processor is not None:
+        backbone.processor.save_pretrained(folder)
+    else:
+        content = json.dumps(backbone.settings.to_config(), indent=2) + "\n"
+        (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
+    if backbone.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(backbone.chat_template, encoding="utf-8")
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict with peft's LoRA layers folded in, under the plain model's names."""
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer"):
+            base = module.base_layer.weight
+            delta = sum(module.get_delta_weight(adapter).float() for adapter in module.active_adapters)
+            state[f"{name}.base_layer.weight"] = (base.float() + delta).to(base.dtype)
+    return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}

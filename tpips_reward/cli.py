@@ -1,0 +1,191 @@
+"""The console script `tpips-reward`.
+
+tpips-reward score a.png b.png --aspect lighting --aspect "subject color"
+tpips-reward info builtin:late
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tpips_reward
+from tpips_reward.errors import TPIPSError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from tpips_reward.metric import Metric
+
+BAD_INPUT = 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    parser = argparse.ArgumentParser(prog="tpips-reward", description="Aspect-conditioned perceptual similarity.")
+    parser.add_argument("--version", action="version", version=f"tpips-reward {tpips_reward.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    score = commands.add_parser("score", help="similarity of image files, in one or several aspects")
+    score.add_argument("images", nargs="+", metavar="IMAGE", help="two files, or several pairs: A1 B1 A2 B2 ...")
+    score.add_argument("--aspect", action="append", help="what to compare, such as lighting; may be repeated "
+                       "(default: overall)")  # fmt: skip
+    score.add_argument("--metric", default="builtin:late", help="builtin:late, released:late, a Hub id or a folder")
+    score.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    score.set_defaults(run=run_score)
+
+    info = commands.add_parser("info", help="what a metric is")
+    info.add_argument("metric", metavar="METRIC", help="builtin:late, released:late, a Hub id or a folder")
+    info.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    info.set_defaults(run=run_info)
+
+    for command in (score, info):
+        command.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: the GPU if there is one)")
+        command.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on the CPU, else bfloat16)")
+        command.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 2 with one line on stderr for bad input."""
+    options = build_parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except TPIPSError as error:
+        print(f"tpips-reward: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("tpips-reward: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `tpips-reward ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def run_score(options: argparse.Namespace) -> None:
+    """The command `score`."""
+    if len(options.images) % 2:
+        raise TPIPSError(f"score takes pairs of images, got {len(options.images)} files: {', '.join(options.images)}.")
+    aspects = options.aspect or ["overall"]
+    for aspect in aspects:
+        if not aspect.strip():
+            raise TPIPSError("--aspect is empty; name what to compare, or leave it out for overall similarity.")
+    firsts, seconds = options.images[::2], options.images[1::2]
+    # the files before the model: a typo must not cost the loading of a large metric
+    opened = {path: open_image(path) for path in dict.fromkeys(options.images)}
+    metric = _load(options)
+    scores = metric.similarity([opened[path] for path in firsts], [opened[path] for path in seconds], aspects).tolist()
+    rows = [
+        {"a": a, "b": b, "scores": dict(zip(aspects, row, strict=True))}
+        for a, b, row in zip(firsts, seconds, scores, strict=True)
+    ]
+    if options.json:
+        print(json.dumps({"metric": options.metric, "range": list(metric.range), "pairs": rows}, indent=2))
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    several = len(rows) > 1
+    for heading in (["A", "B"] if several else []) + ["aspect"]:
+        table.add_column(heading, overflow="fold")
+    table.add_column(f"similarity ({metric.range[1]:g} = same)", justify="right")
+    for row in rows:
+        for aspect, value in row["scores"].items():
+            table.add_row(*([_plain(row["a"]), _plain(row["b"])] if several else []), _plain(aspect), f"{value:.4f}")
+    _print(table)
+
+
+def run_info(options: argparse.Namespace) -> None:
+    """The command `info`."""
+    from tpips_reward.metric import count_parameters
+
+    metric = _load(options)
+    backbone, settings = metric.backbone, metric.backbone.settings
+    facts: dict[str, Any] = {
+        "metric": options.metric,
+        "fusion": metric.fusion.kind,
+        "backbone": f"{backbone.config.model_type}, hidden {backbone.hidden_size}, "
+        f"{backbone.config.text_config.num_hidden_layers} layers",
+        "parameters": count_parameters(metric.fusion),
+        "dtype": str(metric.dtype).removeprefix("torch."),
+        "device": str(metric.device),
+        "range": list(metric.range),
+        "direction": "higher is more similar",
+        "change_scale": metric.change_scale,
+        "change_scale_measured": metric.is_calibrated,
+        "image_pixels": [settings.min_pixels, settings.max_pixels],
+        "image_multiple": settings.factor,
+    }
+    facts |= {key: value for key, value in metric.info.items() if key not in facts and key != "source"}
+    facts.setdefault("license", "not stated in the checkpoint; see its model card")
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    for key, value in facts.items():
+        shown = f"{value:,}" if key == "parameters" else "–".join(map(str, value)) if isinstance(value, list) else value
+        table.add_row(key.replace("_", " "), _plain(str(shown)))
+    _print(table)
+
+
+def open_image(path: str) -> Image.Image:
+    """Read an image file completely.
+
+    Raises:
+        TPIPSError: missing, unreadable, truncated, no image, or far too large.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(Path(path))
+            image.load()
+    except FileNotFoundError:
+        raise TPIPSError(f"{path} does not exist.") from None
+    except UnidentifiedImageError:
+        raise TPIPSError(f"{path} is no image that Pillow can read.") from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise TPIPSError(f"{path} has too many pixels; make it smaller.") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        raise TPIPSError(f"{path} cannot be read: {error}.") from error
+    return image
+
+
+def _load(options: argparse.Namespace) -> Metric:
+    from transformers.utils import logging
+
+    from tpips_reward.checkpoints import load_metric
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return load_metric(options.metric, device=options.device, dtype=options.dtype, revision=options.revision)
+
+
+def _plain(text: str) -> str:
+    """Text as it is: brackets in an aspect or a path are no markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    # a file or a pipe has no width of its own; 80 columns would fold long paths
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

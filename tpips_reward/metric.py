@@ -1,0 +1,287 @@
+"""The metric that users hold: images of any kind in, similarities out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tpips_reward.backbone import Backbone
+from tpips_reward.errors import TPIPSError
+from tpips_reward.images import to_tensors
+
+# A rough value for metrics that nobody calibrated: `change_scale` in tpips_config.json replaces it.
+DEFAULT_CHANGE_SCALE = 0.3
+
+Aspects = str | None | Sequence[str | None]
+
+
+class Fusion(Protocol):
+    """What a fusion must offer to be a metric. One file each in `tpips_reward.fusion`."""
+
+    kind: str
+    range: tuple[float, float]
+    backbone: Backbone
+    token_budget: int
+
+    def score_pairs(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> Tensor:
+        """Distinct images and (index, index, aspect) -> (N,) similarities."""
+        ...
+
+
+class Metric:
+    """Aspect-conditioned perceptual similarity.
+
+    Scores carry no gradient unless an image that requires grad is given (and autograd is on); gradients then reach
+    its pixels. The model is put in eval mode.
+
+    Args:
+        fusion: a fusion module, such as `tpips_reward.fusion.LateFusion`.
+        change_scale: a true edit's typical 1 - f in the aspect that it changes.
+        info: what is known about the weights (name, license, source ...), kept by `save_pretrained`.
+
+    Example:
+        >>> metric = load_metric("builtin:late")                              # doctest: +SKIP
+        >>> metric.similarity(edits, sources, ["background", "object color"])  # doctest: +SKIP
+        tensor([[0.97, 0.12]])
+    """
+
+    def __init__(self, fusion: Any, *, change_scale: float | None = None, info: dict[str, Any] | None = None) -> None:
+        self.fusion: Any = fusion.eval()
+        self.is_calibrated = change_scale is not None
+        self.change_scale = DEFAULT_CHANGE_SCALE if change_scale is None else float(change_scale)
+        if not 0 < self.change_scale < float("inf"):
+            raise TPIPSError(f"change_scale (a true edit's typical 1 - f) must be positive, got {change_scale!r}.")
+        self.info = dict(info or {})
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """(lowest, highest) similarity; two equal images have the highest."""
+        return self.fusion.range
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.fusion.backbone
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.backbone.dtype
+
+    def similarity(
+        self,
+        a: Any,
+        b: Any,
+        aspects: Aspects = "overall",
+        *,
+        value_range: tuple[float, float] = (0.0, 1.0),
+        alpha: str = "white",
+        differentiable: bool | None = None,
+    ) -> Tensor:
+        """f(a, b | aspect) of aligned pairs; higher is more similar.
+
+        Args:
+            a, b: an image, a batch or a list each (see `tpips_reward.images`), equally many, or one against many.
+            aspects: one aspect (None or "overall": similarity as such), or a list of them for every pair.
+            value_range: lowest and highest value of float images, (-1, 1) for a VAE's.
+            alpha: "white" composites transparent images on white, "drop" ignores alpha.
+            differentiable: None follows the images; True is an error where no gradient could flow; False never
+                builds a graph.
+
+        Returns:
+            (B,) for one aspect, (B, K) for a list of K; float32 on the metric's device.
+
+        Raises:
+            TPIPSError: bad images or aspects, an empty list of aspects, batches that do not align.
+        """
+        names = aspect_list(aspects)
+        first = to_tensors(a, value_range=value_range, alpha=alpha, name="a")
+        second = to_tensors(b, value_range=value_range, alpha=alpha, name="b")
+        count = max(len(first), len(second))
+        if len(first) != len(second) and 1 not in (len(first), len(second)):
+            raise TPIPSError(f"a holds {len(first)} images and b {len(second)}; give equally many, or one on one side.")
+        pairs = [(row % len(first), row % len(second), name) for row in range(count) for name in names]
+        scores = self._pair_scores(first, second, pairs, self._with_graph([*first, *second], (a, b), differentiable))
+        return scores if _is_one_aspect(aspects) else scores.view(count, len(names))
+
+    def distance(self, a: Any, b: Any, aspects: Aspects = "overall", **options: Any) -> Tensor:
+        """Highest similarity minus `similarity` (1 - f for late fusion): 0 for equal images. Arguments as there."""
+        return self.range[1] - self.similarity(a, b, aspects, **options)
+
+    def similarity_pairs(
+        self,
+        images: Any,
+        references: Any,
+        pairs: Sequence[tuple[int, int, str | None]],
+        *,
+        value_range: tuple[float, float] = (0.0, 1.0),
+        alpha: str = "white",
+        differentiable: bool | None = None,
+    ) -> Tensor:
+        """Similarities of chosen (image, reference, aspect) triples, each distinct image encoded once for all of them.
+
+        Args:
+            images, references: images as in `similarity`; their numbers may differ.
+            pairs: (index into images, index into references, aspect). Images that no pair names are not encoded.
+
+        Returns:
+            (N,) float32; (0,) for no pairs.
+
+        Raises:
+            TPIPSError: bad images or aspects, an index out of range.
+        """
+        first = to_tensors(images, value_range=value_range, alpha=alpha, name="images")
+        second = to_tensors(references, value_range=value_range, alpha=alpha, name="references")
+        for position, (left, right, _) in enumerate(pairs):
+            for index, size, what in ((left, len(first), "images"), (right, len(second), "references")):
+                if not 0 <= index < size:
+                    raise TPIPSError(f"pairs[{position}] names {what}[{index}], but there are only {size}.")
+        graph = self._with_graph([*first, *second], (images, references), differentiable)
+        if not pairs:
+            return torch.zeros(0, device=self.device)
+        return self._pair_scores(first, second, pairs, graph)
+
+    def embed(
+        self,
+        images: Any,
+        aspects: Aspects = "overall",
+        *,
+        value_range: tuple[float, float] = (0.0, 1.0),
+        alpha: str = "white",
+        differentiable: bool | None = None,
+    ) -> Tensor:
+        """Unit vectors whose dot products are the similarities (late fusion only): (B, D), or (B, K, D) for a list.
+
+        Raises:
+            TPIPSError: the fusion has no embedding; otherwise as `similarity`.
+        """
+        if not hasattr(self.fusion, "embed"):
+            raise TPIPSError(f"{self.fusion.kind} fusion compares two images at once: no embedding; use similarity.")
+        names = aspect_list(aspects)
+        tensors = to_tensors(images, value_range=value_range, alpha=alpha)
+        with torch.set_grad_enabled(self._with_graph(tensors, (images,), differentiable)):
+            unique, position = distinct_images(tensors)
+            vectors = self.fusion.embed(unique, [names] * len(unique))
+            stacked = torch.stack([vectors[index] for index in position])
+        return stacked[:, 0] if _is_one_aspect(aspects) else stacked
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Metric:
+        """Move or convert the weights in place; returns the metric itself.
+
+        Raises:
+            TPIPSError: float16, or an unknown dtype.
+        """
+        kind = parse_dtype(dtype) if dtype is not None else None
+        self.fusion.to(device=device, dtype=kind)
+        return self
+
+    def gradient_checkpointing_enable(self) -> Metric:
+        """Recompute activations in the backward pass: less memory for gradients, about a third more time."""
+        self.backbone.enable_checkpointing()
+        return self
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | str | None = None) -> None:
+        """Write weights, config, tokenizer and image settings to `folder`, loadable by `load_metric(folder)`.
+
+        Args:
+            folder: made if it does not exist.
+            dtype: of the stored weights, such as "bfloat16"; None keeps them as they are.
+        """
+        from tpips_reward.checkpoints import save_metric
+
+        save_metric(self, folder, None if dtype is None else parse_dtype(dtype))
+
+    def _pair_scores(
+        self, first: list[Tensor], second: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool
+    ) -> Tensor:
+        unique, position = distinct_images([*first, *second])
+        with torch.set_grad_enabled(graph):
+            return self.fusion.score_pairs(
+                unique, [(position[left], position[len(first) + right], aspect) for left, right, aspect in pairs]
+            )
+
+    def _with_graph(self, tensors: list[Tensor], given: tuple[Any, ...], differentiable: bool | None) -> bool:
+        carries = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if differentiable and not carries:
+            kinds = ", ".join(type(value).__name__ for value in given)
+            raise TPIPSError(
+                f"differentiable=True, but no gradient can flow: give float tensors with requires_grad, outside of "
+                f"torch.no_grad (got {kinds}); PIL images and arrays carry none."
+            )
+        return carries if differentiable is None else bool(differentiable)
+
+
+def aspect_list(aspects: Aspects) -> list[str | None]:
+    """One aspect or several -> a list of at least one.
+
+    Raises:
+        TPIPSError: an empty list, or neither a string nor a list.
+    """
+    if _is_one_aspect(aspects):
+        return [aspects]  # type: ignore[list-item]
+    if not isinstance(aspects, Sequence):
+        raise TPIPSError(f"aspects must be a string, None or a list of them, got {type(aspects).__name__}.")
+    if not aspects:
+        raise TPIPSError("aspects is an empty list; give at least one aspect, or 'overall'.")
+    return list(aspects)
+
+
+def _is_one_aspect(aspects: Any) -> bool:
+    return aspects is None or isinstance(aspects, str)
+
+
+def distinct_images(images: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Images without repetitions, and for each given one its position among them.
+
+    Equal pixels are one image. Where a gradient is wanted only the very same tensor object is, since equal pixels may
+    come from different graphs.
+    """
+    unique: list[Tensor] = []
+    position: list[int] = []
+    seen: dict[int, int] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for image in images:
+        found = seen.get(id(image))
+        if found is None and not image.requires_grad:
+            # rounded: the sum of equal pixels differs in its last digits between memory layouts
+            key = (image.shape, image.dtype, image.device, round(float(image.sum(dtype=torch.float64)), 3))
+            found = next((index for index in alike.get(key, []) if torch.equal(unique[index], image)), None)
+            if found is None:
+                alike.setdefault(key, []).append(len(unique))
+        if found is None:
+            found = len(unique)
+            unique.append(image)
+        seen[id(image)] = found
+        position.append(found)
+    return unique, position
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch.dtype or its name -> float32, bfloat16 or float64.
+
+    Raises:
+        TPIPSError: another dtype. float16 is refused: the backbone's activations exceed its range of 65504 and become
+            infinite, which would end in NaN scores.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64,
+             "fp32": torch.float32, "bf16": torch.bfloat16}  # fmt: skip
+    kind = known.get(str(dtype).removeprefix("torch."))
+    if kind is not None:
+        return kind
+    if str(dtype).removeprefix("torch.") in ("float16", "half", "fp16"):
+        raise TPIPSError(
+            "float16 is refused: Qwen3-VL's activations can exceed its largest number, 65504, and turn into NaN; "
+            "use bfloat16, which is as small."
+        )
+    raise TPIPSError(f"dtype {dtype!r} is unknown; use 'float32', 'bfloat16' or 'float64'.")
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Number of weights."""
+    return sum(parameter.numel() for parameter in module.parameters())

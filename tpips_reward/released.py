@@ -1,0 +1,241 @@
+"""The released checkpoint layout: `config.json` and a plain state dict `model.pt`, LoRA adapters included."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpips_reward.backbone import Backbone
+from tpips_reward.backbone_files import empty_backbone, fill, has_processor_files, listing, read_json, stored_weights
+from tpips_reward.errors import TPIPSError
+from tpips_reward.fusion.late import LateFusion
+
+FAMILY = "qwen3_vl_embed"
+DEFAULT_INSTRUCTION = "Represent the user's input."
+_LANGUAGE, _VISUAL = "language_model.", "visual."
+_LORA = (".lora_A.default.weight", ".lora_B.default.weight")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a fusion's file keeps the towers, and what makes a fusion of the filled backbone.
+
+    `own` are the prefixes of parameters beside the towers; they go to `build` together with the config.
+    `lora_targets` are the linear layers of a decoder layer that training adapts.
+    """
+
+    language: str
+    visual: str
+    own: tuple[str, ...]
+    lora_targets: tuple[str, ...]
+    build: Callable[[Backbone, dict[str, Tensor], dict[str, Any]], Any] | None
+
+
+def _build_late(backbone: Backbone, own: dict[str, Tensor], config: dict[str, Any]) -> LateFusion:
+    pooling, instruction = config.get("similarity_pooling", "last_token"), config.get("instruction")
+    if pooling != "last_token":
+        raise TPIPSError(f"similarity_pooling {pooling!r} is not supported in this version; only 'last_token' is.")
+    if instruction not in (None, DEFAULT_INSTRUCTION):
+        raise TPIPSError(f"The instruction {instruction!r} is not supported; only {DEFAULT_INSTRUCTION!r} is.")
+    return LateFusion(backbone)
+
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OUTPUT = ("self_attn.o_proj",)
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+# A fusion that is added gets its own line here: prefixes (facts of the released files) and a builder.
+LAYOUTS: dict[str, Layout] = {
+    "embedding": Layout("backbone.model.language_model.", "backbone.model.visual.", (), _ATTENTION + _MLP, _build_late),
+    "activation_dist": Layout(
+        "extractor.backbone.base_model.model.model.language_model.",
+        "extractor.backbone.base_model.model.model.visual.",
+        ("head.",),
+        _ATTENTION + _OUTPUT,
+        None,
+    ),
+    "early_fusion": Layout(
+        "backbone.language_model.", "backbone.visual.", ("register_embed.",), _ATTENTION + _OUTPUT + _MLP, None
+    ),
+}
+
+
+def is_released_layout(folder: Path) -> bool:
+    """Whether a folder looks like a released checkpoint."""
+    return (folder / "model.pt").is_file() and (folder / "config.json").is_file()
+
+
+def load_released(
+    folder: Path, find_backbone: Callable[[str, bool], Path], dtype: torch.dtype, merge_lora: bool = True
+) -> Any:
+    """A fusion from a released checkpoint, on the CPU.
+
+    Args:
+        folder: holds config.json and model.pt.
+        find_backbone: (name, whether its weights are needed) -> the backbone's folder.
+        dtype: of the weights.
+        merge_lora: fold the adapters into the weights; otherwise they stay apart as peft layers.
+
+    Raises:
+        TPIPSError: an unknown type, missing, unexpected or misshapen weights, adapters that were never trained.
+    """
+    config = read_json(folder / "config.json").get("model")
+    if not isinstance(config, dict):
+        raise TPIPSError(f"{folder / 'config.json'} has no 'model' section; it is no TPIPS checkpoint.")
+    layout = _layout(config, folder)
+    where = str(folder / "model.pt")
+    towers, own = _split(read_state(folder / "model.pt"), layout, where)
+    partial = [tower for tower in (_LANGUAGE, _VISUAL) if not _has_base_weights(towers, tower)]
+    backbone_folder = find_backbone(str(config.get("name")), bool(partial))
+    backbone = empty_backbone(backbone_folder, folder if has_processor_files(folder) else backbone_folder)
+    adapted = check_lora(towers, config, backbone.config.text_config.num_hidden_layers, layout.lora_targets, where)
+    for tower in partial:
+        towers.update(_from_backbone(backbone_folder, tower, adapted))
+    if adapted and not merge_lora:
+        _add_adapters(backbone, adapted, *_rank_and_alpha(config, adapted, towers))
+    elif adapted:
+        rank, alpha = _rank_and_alpha(config, adapted, towers)
+        towers = fold_lora(towers, alpha / rank, dtype)
+    fill(backbone.model, {name: value.to(dtype) for name, value in towers.items()}, where)
+    assert layout.build is not None
+    return layout.build(backbone, own, config)
+
+
+def _layout(config: dict[str, Any], folder: Path) -> Layout:
+    kind, family = config.get("type"), config.get("backbone_family", FAMILY)
+    if kind not in LAYOUTS:
+        raise TPIPSError(f"{folder} is of type {kind!r}; known types are {', '.join(LAYOUTS)}.")
+    if LAYOUTS[kind].build is None:
+        ready = ", ".join(name for name, layout in LAYOUTS.items() if layout.build)
+        raise TPIPSError(f"{folder} is of type {kind!r}, which is not implemented in this version; {ready} is.")
+    if family != FAMILY:
+        raise TPIPSError(f"{folder} has the backbone family {family!r}; only {FAMILY!r} is supported.")
+    return LAYOUTS[kind]
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """A state dict, memory-mapped, without running any code of the file.
+
+    Raises:
+        TPIPSError: a damaged file, or one that holds anything but tensors.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TPIPSError(f"{path} is damaged, or holds more than tensors ({reason}); fetch it again.") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise TPIPSError(f"{path} is no plain state dict of tensors.")
+    return state
+
+
+def _split(state: dict[str, Tensor], layout: Layout, where: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """File names -> the model's names of both towers (adapters included), and the fusion's own parameters."""
+    towers: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    unknown = []
+    for name, value in state.items():
+        if name.startswith(layout.language):
+            towers[_LANGUAGE + name.removeprefix(layout.language).removeprefix("base_model.model.")] = value
+        elif name.startswith(layout.visual):
+            towers[_VISUAL + name.removeprefix(layout.visual)] = value
+        elif name.startswith(layout.own) and layout.own:
+            own[name] = value
+        else:
+            unknown.append(name)
+    if unknown:
+        raise TPIPSError(f"{where} has {len(unknown)} unexpected weights ({listing(sorted(unknown))}).")
+    return towers, own
+
+
+def check_lora(
+    towers: dict[str, Tensor], config: dict[str, Any], layers: int, targets: tuple[str, ...], where: str
+) -> list[str]:
+    """Names of the adapted layers, after checking that every adapter is whole, of the stated rank, and trained.
+
+    Args:
+        layers: of the backbone's language tower; targets: what training adapts in each of them.
+
+    Raises:
+        TPIPSError: a missing half or layer, another rank than config.json says, all lora_B zero, no adapters where
+            the config asks for some.
+    """
+    halves = [{name.removesuffix(end) for name in towers if name.endswith(end)} for end in _LORA]
+    adapted = sorted(halves[0] | halves[1])
+    lonely = sorted(halves[0] ^ halves[1])
+    if lonely:
+        raise TPIPSError(f"{where} has only one half of the adapters of {listing(lonely)}; the file is incomplete.")
+    wants_lora = bool(config.get("use_lora", True)) and not config.get("full_finetune", False)
+    if wants_lora and not adapted:
+        raise TPIPSError(f"{where} holds no LoRA adapters, which config.json asks for; without them it is untrained.")
+    if not adapted:
+        return []
+    _check_every_layer(adapted, layers, targets, where)
+    rank = int(config.get("lora_r", towers[adapted[0] + _LORA[0]].shape[0]))
+    for layer in adapted:
+        shapes = tuple(towers[layer + _LORA[0]].shape), tuple(towers[layer + _LORA[1]].shape)
+        if shapes[0][0] != rank or shapes[1][1] != rank:
+            raise TPIPSError(f"{where}: the adapter of {layer} has shapes {shapes}, config.json says lora_r={rank}.")
+    if not any(bool(towers[layer + _LORA[1]].any()) for layer in adapted):
+        raise TPIPSError(f"{where}: every lora_B is zero, so the adapters change nothing; it is untrained.")
+    return adapted
+
+
+def _check_every_layer(adapted: list[str], layers: int, targets: tuple[str, ...], where: str) -> None:
+    """What training adapted must be there in every decoder layer: a missing adapter is a hole, not a choice."""
+    present = set(adapted)
+    whole = {f"{_LANGUAGE}layers.{number}.{target}" for number in range(layers) for target in targets}
+    missing, surplus = sorted(whole - present), sorted(present - whole)
+    if missing:
+        raise TPIPSError(f"{where} lacks the adapters of {listing(missing)}; the file is incomplete.")
+    if surplus:
+        raise TPIPSError(f"{where} has adapters where this fusion has none: {listing(surplus)}.")
+
+
+def _has_base_weights(towers: dict[str, Tensor], tower: str) -> bool:
+    return any(name.startswith(tower) and not name.endswith(_LORA) for name in towers)
+
+
+def _from_backbone(folder: Path, tower: str, adapted: list[str]) -> dict[str, Tensor]:
+    found = {}
+    for name, value in stored_weights(folder):
+        plain = name.removeprefix("model.")
+        if plain.startswith(tower):
+            layer = plain.removesuffix(".weight")
+            found[f"{layer}.base_layer.weight" if layer in adapted else plain] = value
+    return found
+
+
+def _rank_and_alpha(config: dict[str, Any], adapted: list[str], towers: dict[str, Tensor]) -> tuple[int, float]:
+    rank = int(towers[adapted[0] + _LORA[0]].shape[0])
+    return rank, float(config.get("lora_alpha", 2 * rank))
+
+
+def fold_lora(towers: dict[str, Tensor], scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """W + scale * B A for every adapted layer, computed in float32 and rounded once; `towers` is used up."""
+    folded: dict[str, Tensor] = {}
+    for name in list(towers):
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            down, up = (towers.pop(layer + end).float() for end in _LORA)
+            folded[f"{layer}.weight"] = (towers.pop(name).float() + scale * (up @ down)).to(dtype)
+        elif name in towers and not name.endswith(_LORA):
+            folded[name.replace(".base_layer.", ".")] = towers.pop(name)
+    if towers:
+        raise TPIPSError(f"The adapters of {listing(sorted(towers))} have no weights to be folded into.")
+    return folded
+
+
+def _add_adapters(backbone: Backbone, adapted: list[str], rank: int, alpha: float) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise TPIPSError("merge_lora=False needs peft; install it with pip install peft.") from None
+    settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=adapted)
+    inject_adapter_in_model(settings, backbone.model, low_cpu_mem_usage=True)

@@ -1,0 +1,254 @@
+"""TPIPSReward: edits, their sources and aspects in; one score a sample out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint
+from tpips_reward.rewards.gate import Gate
+from tpips_reward.rewards.pairs import Pair, PairTable, image_list, one_each, segment_mean
+from tpips_reward.rewards.spec import RewardSpec, parse_reward
+from tpips_reward.rewards.terms import MODES, SampleMeans, Scale
+
+
+class PairMetric(Protocol):
+    """What a reward needs of a metric; `tpips_reward.metric.Metric` has it."""
+
+    @property
+    def range(self) -> tuple[float, float]: ...
+
+    @property
+    def change_scale(self) -> float: ...
+
+    def similarity_pairs(
+        self, images: Any, references: Any, pairs: Sequence[Pair], *, value_range: tuple[float, float] = (0.0, 1.0)
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """What a reward answers.
+
+    scores: (B,) float32, higher is better; with a graph to the images where they require grad.
+    per_aspect: a dict a sample: "preserve" {aspect: f(edit, source)}, "target" {aspect: change from the source}, and
+        "target_image" {aspect: f(edit, target image)} where a target image was given.
+    terms: (B,) float32 each, without a graph, for logs: "preserve" (mean similarity), "target" (mean change, or
+        closeness to the target image), "change" (mean change from the source), "gate" (how far the change opens it,
+        also where it is switched off). NaN where a sample has no such aspects: take `nanmean` over a batch.
+    """
+
+    scores: Tensor
+    per_aspect: list[dict[str, dict[str, float]]]
+    terms: dict[str, Tensor]
+
+
+@dataclass
+class _Plan:
+    """Indices into the metric's result by role; segments say which sample each belongs to."""
+
+    table: PairTable = field(default_factory=PairTable)
+    roles: dict[str, list[int]] = field(default_factory=lambda: {"preserve": [], "target": [], "target_image": []})
+    samples: dict[str, list[int]] = field(default_factory=lambda: {"preserve": [], "target": [], "target_image": []})
+
+    def add(self, role: str, sample: int, reference: int, aspect: str) -> None:
+        self.roles[role].append(self.table.add(sample, reference, aspect))
+        self.samples[role].append(sample)
+
+
+class TPIPSReward:
+    """Scores edits by what they keep and what they change.
+
+    Args:
+        reward: "tpips:preserve", "tpips:target", "tpips:edit", or several with weights:
+            "tpips:preserve=0.7,tpips:target=0.3" (a weighted sum). docs/rewards.md has the formulas.
+        metric: a name or folder for `load_metric`, or a metric object.
+        device, dtype: for `load_metric`; a metric object brings its own.
+        gate: "change" (default) makes `tpips:preserve` depend on the change in the target aspects where a sample has
+            some; "none" gives the plain mean.
+        gate_threshold: mean target change that opens the gate fully; default: the metric's `change_scale`.
+        gate_weight: what a closed gate costs.
+        value_range: lowest and highest value of float images, (-1, 1) for a VAE's; PIL and uint8 images have their own.
+
+    Raises:
+        TPIPSError: unknown reward, mode or gate; a bad weight or threshold; whatever `load_metric` raises.
+
+    Example:
+        reward = TPIPSReward("tpips:preserve")
+        out = reward(edits, source, preserve=[["background", "lighting"]], target=[["car color"]])
+        out.scores
+    """
+
+    def __init__(
+        self,
+        reward: str | RewardSpec = "tpips:preserve",
+        metric: str | PairMetric = "builtin:late",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        gate: str = "change",
+        gate_threshold: float | None = None,
+        gate_weight: float = 1.0,
+        value_range: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        # The spec comes first: a typo in it must not cost the loading of a metric of 16 GB.
+        self.spec = parse_reward(reward)
+        if isinstance(metric, str):
+            # Imported here: it takes transformers with it, seconds that a metric object does not need.
+            from tpips_reward.checkpoints import load_metric
+
+            self.metric: PairMetric = load_metric(metric, device=device, dtype=dtype)
+        elif device is not None or dtype is not None:
+            raise TPIPSError("device and dtype are for a metric given by name; move the metric object itself instead.")
+        else:
+            self.metric = metric
+        lowest, highest = self.metric.range
+        typical = self.metric.change_scale if gate_threshold is None else gate_threshold
+        self.gate = Gate(gate, typical, gate_weight)
+        self.scale = Scale(lowest, highest, typical)
+        self.value_range = value_range
+
+    def requires(self, kind: str) -> bool:
+        """Whether every sample must have aspects of this kind ("preserve" or "target")."""
+        if kind not in ("preserve", "target"):
+            raise TPIPSError(f"Aspects are of kind 'preserve' or 'target', not {kind!r}.")
+        return any(kind in MODES[item.mode].needs for item in self.spec.items)
+
+    def __call__(
+        self,
+        images: Any,
+        references: Any,
+        preserve: AspectsArgument = None,
+        target: AspectsArgument = None,
+        target_images: Any = None,
+    ) -> RewardOutput:
+        """Scores B edits. Every (edit, source, aspect) is measured once, all in one call of the metric.
+
+        Args:
+            images: the edits: a list of images, or a batch (B, 3, H, W); every kind of image that the metric accepts.
+            references: the sources: one for all, or one each; equal ones are encoded once.
+            preserve, target: the aspects to keep and to change: a list a sample, or one list for all. Aspects that the
+                mode does not need are measured and reported too.
+            target_images: optional images of the intended result, one for all or one each (None where there is none).
+
+        Raises:
+            TPIPSError: wrong numbers of images or aspects, aspects that the mode needs and that are missing, empty,
+                doubled or contradictory aspects, and a metric result that is not finite.
+        """
+        edits = image_list(images)
+        count = len(edits)
+        if not count:
+            raise TPIPSError("images is empty; a reward needs at least one edit.")
+        sources = one_each(image_list(references), count, "references")
+        ideals = [None] * count
+        if target_images is not None:
+            ideals = one_each(image_list(target_images), count, "target_images")
+        kept = aspect_lists(preserve, count, "preserve")
+        changed = aspect_lists(target, count, "target")
+        self._check_aspects(kept, changed, ideals)
+
+        plan = _plan(sources, ideals, kept, changed)
+        wants_graph = torch.is_grad_enabled() and any(isinstance(e, Tensor) and e.requires_grad for e in edits)
+        with torch.set_grad_enabled(wants_graph):
+            values = self._measure(edits, plan.table)
+            means = self._means(values, plan, count)
+            scores = torch.zeros(count, dtype=torch.float32, device=values.device)
+            for item in self.spec.items:
+                scores = scores + item.weight * MODES[item.mode].term(means, self.scale, self.gate.penalty)
+        return RewardOutput(scores, self._per_aspect(values, plan, count), _log_terms(means, plan, self))
+
+    def _check_aspects(self, kept: list[list[str]], changed: list[list[str]], ideals: list[Any]) -> None:
+        check_disjoint(kept, changed)
+        for kind, lists in (("preserve", kept), ("target", changed)):
+            missing = [index for index, aspects in enumerate(lists) if not aspects]
+            if missing and self.requires(kind):
+                raise TPIPSError(
+                    f"Sample {missing[0]} has no {kind} aspects, which {self.spec} needs; pass {kind}=[[...]] with at "
+                    "least one aspect a sample."
+                )
+        for index, ideal in enumerate(ideals):
+            if ideal is not None and not changed[index]:
+                raise TPIPSError(
+                    f"Sample {index} has a target image and no target aspects; say in target which aspects of the "
+                    "target image count."
+                )
+
+    def _measure(self, edits: list[Any], table: PairTable) -> Tensor:
+        values = self.metric.similarity_pairs(edits, table.references, table.pairs, value_range=self.value_range)
+        if values.shape != (len(table.pairs),):
+            raise TPIPSError(
+                f"The metric answered {tuple(values.shape)} for {len(table.pairs)} pairs; similarity_pairs must give "
+                "one similarity a pair."
+            )
+        finite = torch.isfinite(values.detach())
+        if not bool(finite.all()):
+            position = int((~finite).nonzero()[0])
+            sample, _, aspect = table.pairs[position]
+            raise TPIPSError(
+                f"The metric gave {float(values[position])} for sample {sample} in aspect {aspect!r}; no score is made "
+                "of it. Check the image, and the metric's weights and dtype."
+            )
+        return values.float()
+
+    def _means(self, values: Tensor, plan: _Plan, count: int) -> SampleMeans:
+        def mean(role: str, of: Tensor) -> Tensor:
+            return segment_mean(of[plan.roles[role]], plan.samples[role], count)
+
+        change = mean("target", self.scale.change(values))
+        return SampleMeans(
+            preserve=mean("preserve", values),
+            change=change,
+            gate=self.gate.openness(change),
+            closeness=mean("target_image", values),
+            has_target=_mask(plan.samples["target"], count, values.device),
+            has_target_image=_mask(plan.samples["target_image"], count, values.device),
+        )
+
+    def _per_aspect(self, values: Tensor, plan: _Plan, count: int) -> list[dict[str, dict[str, float]]]:
+        similarities = values.detach().tolist()
+        changes = self.scale.change(values.detach()).tolist()
+        answer: list[dict[str, dict[str, float]]] = [{"preserve": {}, "target": {}} for _ in range(count)]
+        for role, positions in plan.roles.items():
+            numbers = changes if role == "target" else similarities
+            for sample, position in zip(plan.samples[role], positions, strict=True):
+                aspect = plan.table.pairs[position][2]
+                answer[sample].setdefault(role, {})[aspect] = numbers[position]
+        return answer
+
+
+def _plan(sources: list[Any], ideals: list[Any], kept: list[list[str]], changed: list[list[str]]) -> _Plan:
+    plan = _Plan()
+    for sample, (source, ideal) in enumerate(zip(sources, ideals, strict=True)):
+        if kept[sample] or changed[sample]:
+            reference = plan.table.reference(source)
+            for role, aspects in (("preserve", kept[sample]), ("target", changed[sample])):
+                for aspect in aspects:
+                    plan.add(role, sample, reference, aspect)
+        if ideal is not None:
+            reference = plan.table.reference(ideal)
+            for aspect in changed[sample]:
+                plan.add("target_image", sample, reference, aspect)
+    return plan
+
+
+def _mask(samples: list[int], count: int, device: torch.device) -> Tensor:
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[samples] = True
+    return mask.to(device)
+
+
+def _log_terms(means: SampleMeans, plan: _Plan, reward: TPIPSReward) -> dict[str, Tensor]:
+    """Detached terms; NaN says "not measured", which a mean of 0 would hide."""
+    nan = torch.full_like(means.preserve, float("nan")).detach()
+    has_preserve = _mask(plan.samples["preserve"], len(nan), nan.device)
+    target = MODES["target"].term(means, reward.scale, 0.0)
+    terms = {"target": target, "change": means.change, "gate": means.gate}
+    return {
+        "preserve": torch.where(has_preserve, means.preserve.detach(), nan),
+        **{name: torch.where(means.has_target, term.detach(), nan) for name, term in terms.items()},
+    }
