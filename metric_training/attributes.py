@@ -1,6 +1,7 @@
-"""The scenes' parameters as prediction targets: what the vision tower learns first, before any vote.
+"""The scenes' parameters as prediction targets beside the votes.
 
-Votes alone teach a tower from scratch slowly (what differs is one bit in a triplet); the parameters say at once what can be seen.
+Votes alone teach a model from scratch slowly (what differs is one bit in a triplet). The parameters say at once what can be
+seen, to the vision tower, and which of it an aspect's wording means, to the read-out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpips_reward.scenes import PATTERNS, SHAPES, TEXTURES, Scene
+from tpips_reward.scenes import ASPECTS, PATTERNS, SHAPES, TEXTURES, Scene
 from tpips_reward.scenes.scene import MAX_COUNT, ROTATION_PERIOD
 
 _CLASSES: dict[str, int] = {
@@ -60,27 +61,78 @@ def attribute_targets(scenes: Sequence[Scene]) -> dict[str, Tensor]:
     }
 
 
-class AttributeHead(nn.Module):
-    """Predicts the parameters from an image's merged visual tokens; it is thrown away after training.
+#: Which outputs belong to each parameter of a scene: slices of "continuous", or a class.
+_OUTPUTS: dict[str, slice | str] = {
+    "color": slice(0, 3),
+    "background_color": slice(3, 6),
+    "size": slice(6, 7),
+    "x": slice(7, 8),
+    "y": slice(8, 9),
+    "brightness": slice(9, 10),
+    "warmth": slice(10, 11),
+    "blur": slice(11, 12),
+    "rotation": slice(12, 14),
+    "shape": "shape",
+    "texture": "texture",
+    "background_pattern": "pattern",
+    "count": "count",
+}
+
+
+def aspect_weights(aspects: Sequence[str]) -> dict[str, Tensor]:
+    """Weights that keep, of each row's targets, only the parameters of its aspect.
 
     Args:
-        tokens: tokens an image; hidden: their width.
+        aspects: N plain names.
+
+    Returns:
+        "continuous" (N, 14) and one (N,) for each class, 1 where the aspect depends on it and else 0.
+    """
+    weights = {"continuous": torch.zeros(len(aspects), _NUM_CONTINUOUS)}
+    weights |= {name: torch.zeros(len(aspects)) for name in _CLASSES}
+    for row, aspect in enumerate(aspects):
+        for parameter in ASPECTS[aspect].parameters:
+            where = _OUTPUTS[parameter]
+            if isinstance(where, str):
+                weights[where][row] = 1.0
+            else:
+                weights["continuous"][row, where] = 1.0
+    return weights
+
+
+class AttributeHead(nn.Module):
+    """Predicts the parameters from features of an image; it is thrown away after training.
+
+    Args:
+        features: numbers an image.
     """
 
-    def __init__(self, tokens: int, hidden: int) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(tokens * hidden, 256), nn.GELU())
+        self.body = nn.Sequential(nn.Linear(features, 256), nn.GELU())
         self.continuous = nn.Linear(256, _NUM_CONTINUOUS)
         self.classes = nn.ModuleDict({name: nn.Linear(256, n) for name, n in _CLASSES.items()})
 
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        """(N, T, D) tokens → predictions in the form of :func:`attribute_targets`."""
-        features = self.body(tokens.flatten(1))
-        return {"continuous": self.continuous(features), **{n: head(features) for n, head in self.classes.items()}}
+    def forward(self, features: Tensor) -> dict[str, Tensor]:
+        """(N, ...) features → predictions in the form of :func:`attribute_targets`."""
+        hidden = self.body(features.flatten(1))
+        return {"continuous": self.continuous(hidden), **{n: head(hidden) for n, head in self.classes.items()}}
 
 
-def attribute_loss(predictions: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
-    """Huber loss on what is continuous plus cross-entropy on the classes, summed over the groups."""
+def attribute_loss(
+    predictions: dict[str, Tensor], targets: dict[str, Tensor], weights: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Huber loss on what is continuous plus cross-entropy on the classes, each a mean over what counts, summed.
+
+    Args:
+        predictions, targets: see :func:`attribute_targets`.
+        weights: see :func:`aspect_weights`; None counts everything.
+    """
+    mask = targets["mask"] if weights is None else targets["mask"] * weights["continuous"]
     error = F.smooth_l1_loss(predictions["continuous"], targets["continuous"], reduction="none", beta=0.5)
-    loss = (error * targets["mask"]).mean() * 4
-    return loss + torch.stack([F.cross_entropy(predictions[n], targets[n]) for n in _CLASSES]).sum()
+    loss = 4 * (error * mask).sum() / mask.sum().clamp(min=1)
+    for name in _CLASSES:
+        entropy = F.cross_entropy(predictions[name], targets[name], reduction="none")
+        counted = torch.ones_like(entropy) if weights is None else weights[name]
+        loss = loss + (entropy * counted).sum() / counted.sum().clamp(min=1)
+    return loss

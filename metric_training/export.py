@@ -54,8 +54,14 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def export(run: Path, output: Path, triplets: int = 1000) -> dict[str, Any]:
+def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> dict[str, Any]:
     """Writes weights (bfloat16), figures.json and README.md; returns the figures.
+
+    Args:
+        run: the training's output folder.
+        output: folder to write.
+        triplets: triplets in each test set.
+        edits: true edits over which ``change_scale`` is measured.
 
     Raises:
         TPIPSError: when the run has no checkpoint.
@@ -68,7 +74,7 @@ def export(run: Path, output: Path, triplets: int = 1000) -> dict[str, Any]:
     weights = {k.removeprefix("late."): v for k, v in saved["model"].items() if k.startswith("late.")}
     late.load_state_dict(weights)
     late.to(torch.bfloat16).to(torch.float32)
-    change_scale = typical_change(Metric(late))
+    change_scale = typical_change(Metric(late), samples=edits)
     info = {"name": "builtin:late", "license": "apache-2.0"}
     Metric(late, change_scale=change_scale, info=info).save_pretrained(output, dtype=torch.bfloat16)
     # The figures are those of the files, not of what was in memory.

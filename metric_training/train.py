@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from trl import TrlParser
 
-from metric_training.attributes import AttributeHead, attribute_loss, attribute_targets
+from metric_training.attributes import AttributeHead, aspect_weights, attribute_loss, attribute_targets
 from metric_training.builtin_model import build_late_fusion
 from metric_training.data.triplets import Triplet, sample_triplet
 from metric_training.data.votes import Voters
@@ -32,8 +32,7 @@ from metric_training.evaluate import held_out_triplets, metric_judge, score_trip
 from metric_training.losses import odd_one_out_loss, pair_similarities
 from tpips_reward import Metric, TPIPSError
 from tpips_reward.fusion.late import LateFusion
-from tpips_reward.scenes import sample_scene, to_tensor
-from tpips_reward.scenes.render import render
+from tpips_reward.scenes import Scene, render, sample_scene, to_tensor
 
 
 @dataclass
@@ -94,43 +93,56 @@ def learning_rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
 
 
 class Trainee(nn.Module):
-    """The metric and its auxiliary head, in one module so that distributed wrappers see every parameter."""
+    """The metric and its two auxiliary heads, in one module so that distributed wrappers see every parameter."""
 
-    def __init__(self, late: LateFusion) -> None:
+    def __init__(self, late: LateFusion, tokens: int = 16) -> None:
         super().__init__()
         self.late = late
-        self.head = AttributeHead(tokens=16, hidden=late.backbone.hidden_size)
+        self.vision_head = AttributeHead(tokens * late.backbone.hidden_size)
+        self.readout_head = AttributeHead(late.backbone.hidden_size)
 
-    def forward(self, images: list[Tensor], aspects: list[list[str]] | None) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Predicted parameters of each image, and its (K_i, D) embeddings where aspects are given."""
+    def forward(
+        self, images: list[Tensor], aspects: list[list[str]] | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+        """Parameters predicted from each image's tokens; where aspects are given, from each read-out, and the embeddings."""
         features = self.late.backbone.encode_images(images)
-        predictions = self.head(torch.stack([f.tokens for f in features]))
+        seen = self.vision_head(torch.stack([f.tokens for f in features]))
         if aspects is None:
-            return predictions, []
+            return seen, {}, []
         suffixes = [[self.late.prompts.suffix(a) for a in names] for names in aspects]
-        return predictions, self.late.embed_features(features, suffixes)
+        vectors = self.late.embed_features(features, suffixes)
+        return seen, self.readout_head(torch.cat(vectors) * self.late.backbone.hidden_size**0.5), vectors
+
+
+def _targets(scenes: Sequence[Scene], device: torch.device) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in attribute_targets(scenes).items()}
 
 
 def vision_step(trainee: nn.Module, config: TrainConfig, rng: np.random.Generator) -> Tensor:
     """Loss of one step of the first stage."""
     scenes = [sample_scene(rng) for _ in range(config.vision_batch_size)]
-    predictions, _ = trainee([to_tensor(render(s)) for s in scenes], None)
-    device = predictions["continuous"].device
-    return attribute_loss(predictions, {k: v.to(device) for k, v in attribute_targets(scenes).items()})
+    seen, _, _ = trainee([to_tensor(render(s)) for s in scenes], None)
+    return attribute_loss(seen, _targets(scenes, seen["continuous"].device))
 
 
 def vote_losses(trainee: nn.Module, triplets: list[Triplet], temperature: float) -> tuple[Tensor, Tensor]:
-    """Vote loss (every aspect of every triplet weighs the same) and parameter loss of a batch."""
+    """Vote loss (every aspect of every triplet weighs the same) and parameter loss of a batch.
+
+    The parameter loss has two parts: all parameters from the image's tokens, and from each read-out those of its aspect.
+    """
     images = [to_tensor(image) for t in triplets for image in t.images]
     aspects = [list(t.wordings) for t in triplets for _ in range(3)]
-    predictions, vectors = trainee(images, aspects)
+    seen, meant, vectors = trainee(images, aspects)
     similarities = torch.cat([pair_similarities(torch.stack(vectors[3 * i : 3 * i + 3], 1)) for i in range(len(triplets))])
-    votes = torch.from_numpy(np.concatenate([t.votes for t in triplets])).to(similarities.device)
-    targets = attribute_targets([s for t in triplets for s in t.scenes])
-    return (
-        odd_one_out_loss(similarities, votes, temperature),
-        attribute_loss(predictions, {k: v.to(similarities.device) for k, v in targets.items()}),
+    device = similarities.device
+    votes = torch.from_numpy(np.concatenate([t.votes for t in triplets])).to(device)
+    scenes = [s for t in triplets for s in t.scenes]
+    repeated = [s for t in triplets for s in t.scenes for _ in t.aspects]
+    weights = aspect_weights([a for t in triplets for _ in range(3) for a in t.aspects])
+    side_loss = attribute_loss(seen, _targets(scenes, device)) + attribute_loss(
+        meant, _targets(repeated, device), {name: value.to(device) for name, value in weights.items()}
     )
+    return odd_one_out_loss(similarities, votes, temperature), side_loss
 
 
 def step_rng(config: TrainConfig, stage: int, step: int, rank: int) -> np.random.Generator:
@@ -225,11 +237,11 @@ def main(config: TrainConfig) -> None:
         optimizer.step()
         bar.update()
         done = total + 1
-        record = {"step": done, "stage": stage, "loss": float(loss), "seconds": time.monotonic() - clock}
+        record = {"step": done, "stage": stage, "loss": float(loss.detach()), "seconds": time.monotonic() - clock}
         if not math.isfinite(record["loss"]):
             raise TPIPSError(f"The loss became {record['loss']} at step {done}; lower the learning rate and --resume.")
         if stage == 1:
-            record["vote_loss"] = float(vote_loss)
+            record["vote_loss"] = float(vote_loss.detach())
         last = done == config.vision_steps + config.steps
         if accelerator.is_main_process and stage == 1 and (done % config.eval_every == 0 or last):
             record |= validate(late, validation)

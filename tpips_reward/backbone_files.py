@@ -140,7 +140,8 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise TPIPSError(f"{folder} has no {name}; the weights are missing.")
         try:
             with safe_open(path, framework="pt") as handle:
-                for key in handle.keys():
+                names = handle.keys()
+                for key in names:
                     yield key, handle.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise TPIPSError(f"{path} is damaged or truncated ({error}); fetch it again.") from error

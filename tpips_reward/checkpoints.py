@@ -97,7 +97,7 @@ def resolve(source: str, hub: dict[str, Any]) -> Path:
             raise TPIPSError(f"There is no metric {source!r}; known are {_RELEASED_NAMES}.")
         return _from_hub(RELEASED[name], [*SMALL_FILES, "*.pt"], hub)
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if source and folder.is_dir():
         return folder
     if _is_hub_id(source):
         return _from_hub(source, [*SMALL_FILES, "*.pt", "*.safetensors"], hub)

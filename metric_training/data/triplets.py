@@ -119,8 +119,8 @@ def sample_triplet(
 
 
 def _wording(aspect: str, split: str, rng: np.random.Generator) -> str:
-    """A phrase for the aspect: in training its plain name a quarter of the time, so that it is never rare."""
+    """A phrase for the aspect: in training its plain name half of the time, so that it is learnt first."""
     phrases = wordings(aspect, split) or wordings(aspect, "train")
-    if split == "train" and rng.random() < 0.25:
+    if split == "train" and rng.random() < 0.5:
         return phrases[0]
     return phrases[int(rng.integers(len(phrases)))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -40,6 +42,14 @@ def test_patches_are_those_of_transformers(processor, photos):
             assert [1, *grid] == theirs["image_grid_thw"][0].tolist()
             error = (ours - theirs["pixel_values"]).abs()
             assert error.max() <= bound and error.mean() <= mean_bound, name
+
+
+def test_shrinking_is_antialiased_as_in_transformers(processor):
+    noise = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+    theirs = processor(images=noise, return_tensors="pt")["pixel_values"]
+    pixels = torch.from_numpy(noise).permute(2, 0, 1).float() / 255
+    ours, _ = to_patches([pixels], SETTINGS)[0]
+    assert (ours - theirs).abs().max() < 0.02  # the uint8 route rounds to steps of 0.0078
 
 
 def test_mixed_sizes_keep_their_order():
@@ -89,3 +99,25 @@ def test_a_config_that_lacks_something_is_an_error(processor, name):
     del config[name]
     with pytest.raises(TPIPSError, match="processor's config lacks"):
         ImageSettings.from_processor(config)
+
+
+WITHOUT_TORCHVISION = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] == "torchvision" else find(name, *rest)
+sys.modules["torchvision"] = None
+import torch
+from transformers.utils import is_torchvision_available
+from tpips_reward import load_metric
+assert not is_torchvision_available()
+pixels = torch.rand(3, 80, 90, requires_grad=True)
+load_metric(sys.argv[1], device="cpu").similarity(pixels, torch.rand(3, 64, 64)).sum().backward()
+print(bool(pixels.grad.abs().sum() > 0))
+"""
+
+
+@pytest.mark.slow
+def test_without_torchvision_there_is_still_a_gradient(parity):
+    """transformers' own processor would silently fall back to a route that rounds and carries none."""
+    command = [sys.executable, "-c", WITHOUT_TORCHVISION, str(parity / "embedding")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "True"

@@ -12,10 +12,8 @@ from tpips_reward.scenes.scene import (
     BACKGROUND_COLORS,
     MIN_CONTRAST,
     OBJECT_COLORS,
-    PATTERNS,
     RGB,
     SHAPES,
-    TEXTURES,
     Scene,
     color_distance,
     pick,
@@ -168,7 +166,7 @@ def with_drift(edit: Edit, rng: np.random.Generator, probability: float = 0.5) -
     scene = edit.ideal
     if rng.random() >= probability:
         return scene
-    kinds = ["object color", "texture", "background color", "background pattern", "brightness", "warmth"]
+    kinds = ["object color", "background color", "brightness", "warmth"]
     kinds = [k for k in kinds if k not in edit.target]
     for kind in rng.permutation(kinds)[: int(rng.integers(1, 3))]:
         scene = _drifted(scene, str(kind), rng)
@@ -179,13 +177,9 @@ def _drifted(scene: Scene, kind: str, rng: np.random.Generator) -> Scene:
     sign = float(rng.choice([-1.0, 1.0]))
     if kind == "object color":
         return replace(scene, color=_clip(np.asarray(scene.color) + rng.choice([-1.0, 1.0], 3) * rng.uniform(0.1, 0.25, 3)))
-    if kind == "texture":
-        return replace(scene, texture=pick(rng, [t for t in TEXTURES if t != scene.texture]))
     if kind == "background color":
         shift = rng.choice([-1.0, 1.0], 3) * rng.uniform(0.08, 0.22, 3)
         return replace(scene, background_color=_clip(np.asarray(scene.background_color) + shift))
-    if kind == "background pattern":
-        return replace(scene, background_pattern=pick(rng, [p for p in PATTERNS if p != scene.background_pattern]))
     if kind == "brightness":
         return replace(scene, brightness=scene.brightness * float(np.exp(sign * rng.uniform(0.15, 0.35))))
     return replace(scene, warmth=float(np.clip(scene.warmth + sign * rng.uniform(0.5, 1.0), -1.2, 1.2)))

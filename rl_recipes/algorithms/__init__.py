@@ -1,0 +1,1 @@
+"""Algorithms as pure functions: stochastic steps of the sampler, advantages, losses."""

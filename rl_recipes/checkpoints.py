@@ -1,0 +1,186 @@
+"""Checkpoints: a folder each, complete or not there at all.
+
+Files are written to a hidden folder, a manifest with their sizes and hashes last, and the folder is renamed. What a
+kill or a broken disk leaves is recognised by the manifest, and the checkpoint before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from rl_recipes.runs import RunError, disk_errors, sync
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+
+
+def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def save_checkpoint(
+    folder: Path,
+    iteration: int,
+    module: torch.nn.Module,
+    optimizer: Any,
+    extra: dict[str, Any],
+    keep: int = 2,
+    also: Callable[[Path], Any] = lambda folder: None,
+) -> Path:
+    """Writes ``folder/step_000010`` with the trained weights, the optimizer, the global random states and ``extra``.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        iteration: how many iterations are done.
+        module: its trainable parameters are saved exactly.
+        optimizer: anything with ``state_dict()``.
+        extra: plain numbers, texts, lists and dicts.
+        keep: older checkpoints beyond so many are removed once the new one is there.
+        also: writes further files into the folder that it is given.
+
+    Raises:
+        RunError: when the disk refuses; earlier checkpoints are untouched then.
+    """
+    final = folder / f"step_{iteration:06d}"
+    work = folder / f".tmp-{final.name}-{os.getpid()}"
+    with disk_errors(final):
+        try:
+            work.mkdir(parents=True)
+            weights = {k: p.detach().cpu().contiguous() for k, p in trainable(module).items()}
+            state = {
+                "iteration": iteration,
+                "optimizer": optimizer.state_dict(),
+                "random": _random_state(),
+                "extra": extra,
+            }
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            # Through Python's own files, whose errors say what is wrong with the disk.
+            (work / "trainable.safetensors").write_bytes(save(weights))
+            (work / "state.pt").write_bytes(buffer.getvalue())
+            also(work)
+            _write_manifest(work, iteration)
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(work, final)
+            sync(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        for old in _steps(folder)[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is complete, or None where none was ever written.
+
+    Raises:
+        RunError: when there are checkpoints and all of them are damaged.
+    """
+    found = _steps(folder)
+    for path in found:
+        damage = find_damage(path)
+        if damage is None:
+            return path
+        log.warning("The checkpoint %s is damaged (%s); the one before it is used.", path, damage)
+    if found:
+        raise RunError(f"All checkpoints in {folder} are damaged; start anew with --overwrite.")
+    return None
+
+
+def load_checkpoint(path: Path, module: torch.nn.Module, optimizer: Any) -> tuple[int, dict[str, Any]]:
+    """Restores what :func:`save_checkpoint` saved, to the bit.
+
+    Returns:
+        (iteration, extra).
+
+    Raises:
+        RunError: when it belongs to another adapter.
+    """
+    try:
+        weights = load_file(path / "trainable.safetensors")
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise RunError(f"The checkpoint {path} cannot be read ({error}); start anew with --overwrite.") from error
+    parameters = trainable(module)
+    if {k: tuple(v.shape) for k, v in weights.items()} != {k: tuple(v.shape) for k, v in parameters.items()}:
+        raise RunError(f"The checkpoint {path} belongs to another editor or adapter; give that one's settings.")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    optimizer.load_state_dict(state["optimizer"])
+    _set_random_state(state["random"])
+    return int(state["iteration"]), state["extra"]
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None when every file has the size and hash of its manifest."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        for name, expected in manifest["files"].items():
+            file = path / name
+            if file.stat().st_size != expected["size"]:
+                return f"{name} has {file.stat().st_size} bytes, not {expected['size']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} has changed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    return sorted((p for p in folder.glob("step_*") if p.is_dir()), reverse=True)
+
+
+def _write_manifest(folder: Path, iteration: int) -> None:
+    files = {}
+    for file in sorted(folder.iterdir()):
+        sync(file)
+        files[file.name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+    text = json.dumps({"iteration": iteration, "files": files}, indent=2)
+    (folder / _MANIFEST).write_text(text, encoding="utf-8")
+    sync(folder / _MANIFEST)
+    sync(folder)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))

@@ -1,0 +1,305 @@
+"""What every image editor offers: the `Editor` base class, the `Conditions` it encodes, and its sizes.
+
+An editor is built from the parts of a diffusers pipeline and samples at its own sizes. Latents are packed tokens
+(B, T, C) in float32 whatever the dtype of the weights, since a sample rounded to bfloat16 would shift log-probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_recipes.editors import lora
+from rl_recipes.editors.errors import EditorError
+
+__all__ = ["Conditions", "Editor", "EditorError", "Images", "group_by_size"]
+
+Size = tuple[int, int]  # (height, width) in pixels
+Images = Sequence[Tensor | Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything that velocity needs beside latents and sigma, for a batch of B samples of one size.
+
+    Attributes:
+        prompt: text states (B, L, D) in the transformer's dtype.
+        prompt_mask: (B, L) bool, True where a token is real; None when no prompt is padded.
+        image_latents: packed latents of the condition images (B, S, C).
+        size: (height, width) of the edited image in pixels.
+        image_sizes: (height, width) of each condition image that went through the VAE.
+        negative, negative_mask: the same as prompt and prompt_mask for classifier-free guidance, or None.
+    """
+
+    prompt: Tensor
+    prompt_mask: Tensor | None
+    image_latents: Tensor
+    size: Size
+    image_sizes: tuple[Size, ...]
+    negative: Tensor | None = None
+    negative_mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.prompt.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.prompt.device
+
+    def index(self, ids: Sequence[int] | Tensor) -> Conditions:
+        """The conditions of the samples `ids`, in that order; an id may occur several times."""
+        chosen = torch.as_tensor(ids, dtype=torch.long, device=self.device)
+        return self._map(lambda tensor: tensor[chosen])
+
+    def repeat(self, times: int) -> Conditions:
+        """Each sample `times` times in a row: a b -> a a b b."""
+        return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
+
+    def to(self, device: torch.device | str) -> Conditions:
+        """The same conditions on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Conditions:
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
+
+    @staticmethod
+    def cat(parts: Sequence[Conditions]) -> Conditions:
+        """Join batches of equal sizes; shorter prompts are padded and masked.
+
+        Raises:
+            EditorError: nothing to join, sizes that differ, or guidance prompts that only some parts have.
+        """
+        if not parts:
+            raise EditorError("There are no conditions to join; encode at least one image with its instruction.")
+        kinds = {(part.size, part.image_sizes) for part in parts}
+        if len(kinds) > 1:
+            sizes = ", ".join(sorted(f"{h}x{w}" for (h, w), _ in kinds))
+            raise EditorError(
+                f"One batch holds one size, but these edits have sizes {sizes} (height x width), or condition images that "
+                "differ in size; group them with group_by_size first."
+            )
+        if len({part.negative is None for part in parts}) > 1:
+            raise EditorError("Some conditions have a negative prompt and some have none; encode all of them alike.")
+        prompt, prompt_mask = pad_prompts([(part.prompt, part.prompt_mask) for part in parts])
+        negative, negative_mask = None, None
+        if parts[0].negative is not None:
+            negative, negative_mask = pad_prompts([(part.negative, part.negative_mask) for part in parts])
+        latents = torch.cat([part.image_latents for part in parts])
+        first = parts[0]
+        return Conditions(prompt, prompt_mask, latents, first.size, first.image_sizes, negative, negative_mask)
+
+
+def pad_prompts(prompts: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Stack pairs of (B, L, D) states and (B, L) mask (None: all real) to one pair, padded on the right with zeros."""
+    states = [state for state, _ in prompts if state is not None]
+    longest = max(state.shape[1] for state in states)
+    padded, masks = [], []
+    for state, mask in prompts:
+        assert state is not None
+        missing = longest - state.shape[1]
+        real = mask.bool() if mask is not None else state.new_ones(state.shape[:2], dtype=torch.bool)
+        padded.append(F.pad(state, (0, 0, 0, missing)))
+        masks.append(F.pad(real, (0, missing), value=False))
+    joined = torch.cat(masks)
+    return torch.cat(padded), None if bool(joined.all()) else joined
+
+
+class Editor(ABC):
+    """An image editor made of a pipeline's own parts. Parts are frozen and in eval mode; `add_lora` adds what is trained.
+
+    Args:
+        pipe: a loaded diffusers pipeline of the class named by `pipeline_class`.
+        device: where the parts go.
+        dtype: dtype of the frozen weights.
+        resolution: edits have about `resolution` x `resolution` pixels in area, at the source's own aspect ratio; None:
+            `default_resolution`.
+    """
+
+    pipeline_class: ClassVar[str]
+    lora_targets: ClassVar[tuple[str, ...]]
+    default_resolution: ClassVar[int] = 1024
+
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        resolution: int | None = None,
+    ) -> None:
+        self.pipe = pipe
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.resolution = self.default_resolution if resolution is None else resolution
+        if self.resolution < self.size_multiple:
+            raise EditorError(
+                f"resolution is {self.resolution}, but this editor's smallest image is {self.size_multiple} pixels wide; "
+                "give a larger resolution."
+            )
+        for part in pipe.components.values():
+            if isinstance(part, nn.Module):
+                part.to(self.device, dtype).requires_grad_(False).eval()
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, device: Any = None, dtype: Any = None, **options: Any) -> Editor:
+        """`load_editor`, for those who look for it here: the class is chosen by the pipeline's own name."""
+        from rl_recipes.editors.registry import load_editor
+
+        return load_editor(source, device=device, dtype=dtype, **options)
+
+    @property
+    def transformer(self) -> Any:
+        """The module that predicts velocity; LoRA goes here."""
+        return self.pipe.transformer
+
+    @property
+    @abstractmethod
+    def size_multiple(self) -> int:
+        """Sides of edited images are multiples of this many pixels."""
+
+    # Sizes -----------------------------------------------------------------------------------------------------------
+
+    def output_size(self, image: Tensor | Sequence[Tensor]) -> Size:
+        """(height, width) of the edit of `image` (3, H, W); of several condition images the last one decides.
+
+        The aspect ratio is the image's own, up to rounding both sides to multiples of `size_multiple`.
+        """
+        height, width = last_image(image).shape[-2:]
+        return fit_size(height, width, self.resolution**2, self.size_multiple)
+
+    def fit(self, image: Tensor) -> Tensor:
+        """`image` (3, H, W) at its output size, float32 in [0, 1]: what the editor sees and what an edit compares with."""
+        return resize(check_image(image), self.output_size(image))
+
+    # What a pipeline family implements --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode(self, images: Images, instructions: Sequence[str], *, negative_prompt: str | None = None) -> Conditions:
+        """Encode each (source, instruction) once, without gradients.
+
+        Args:
+            images: B images (3, H, W), floats in [0, 1]; editors of several images take a list of them for each sample.
+            instructions: B instructions.
+            negative_prompt: text for classifier-free guidance (" " is usual); None leaves guidance out.
+
+        Raises:
+            EditorError: images that are no such tensors, counts that differ, empty instructions, or sizes that differ.
+        """
+
+    @abstractmethod
+    def sigmas(self, num_steps: int, conditions: Conditions) -> Tensor:
+        """The pipeline's own noise levels for these conditions: (num_steps + 1,) float32 on the CPU, ending with 0."""
+
+    @abstractmethod
+    def noise(self, conditions: Conditions, generators: Sequence[torch.Generator]) -> Tensor:
+        """Initial latents (B, T, C) float32: sample i depends on generators[i] alone, as in the pipeline."""
+
+    @abstractmethod
+    def velocity(
+        self, latents: Tensor, sigma: float | Tensor, conditions: Conditions, guidance_scale: float = 1.0
+    ) -> Tensor:
+        """The velocity (noise - data) at `latents` (B, T, C), float32; sigma is one number or one a sample."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor, conditions: Conditions) -> list[Tensor]:
+        """Images (3, H, W) float32 in [0, 1] for latents (B, T, C); gradients flow unless the caller stops them."""
+
+    # LoRA ------------------------------------------------------------------------------------------------------------
+
+    def add_lora(self, rank: int, alpha: float, *, generator: torch.Generator) -> list[nn.Parameter]:
+        """Add a float32 adapter to `lora_targets` and return its parameters, the only ones that train.
+
+        The adapter changes nothing until it is trained: B is zero. `generator` (CPU) draws A.
+        """
+        return lora.add(self.transformer, self.lora_targets, rank, alpha, generator)
+
+    def lora_parameters(self) -> list[nn.Parameter]:
+        """The adapter's parameters, in the order of the transformer's modules."""
+        return lora.parameters(self.transformer)
+
+    @contextmanager
+    def disable_lora(self) -> Iterator[None]:
+        """Switch the adapter off for the block: the reference policy."""
+        with lora.disabled(self.transformer):
+            yield
+
+    def lora_state(self) -> dict[str, Tensor]:
+        """A copy of the adapter's weights, for checkpoints."""
+        return lora.state(self.transformer)
+
+    def load_lora_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `lora_state` gave; every name and shape must fit."""
+        lora.load_state(self.transformer, state)
+
+    def save_lora(self, folder: str | Path) -> Path:
+        """Write `pytorch_lora_weights.safetensors` to `folder`; `pipe.load_lora_weights(folder)` takes it."""
+        return lora.save(self.pipe, Path(folder))
+
+
+def last_image(image: Tensor | Sequence[Tensor]) -> Tensor:
+    """The image itself, or the last of several condition images."""
+    if isinstance(image, Tensor):
+        return image
+    if not image:
+        raise EditorError("A sample has no condition image; give at least one image to edit.")
+    return image[-1]
+
+
+def fit_size(height: int, width: int, area: int, multiple: int) -> Size:
+    """The size of about `area` pixels with the aspect ratio of height x width and sides that are multiples of `multiple`."""
+    scale = math.sqrt(area / (height * width))
+    fitted = (round(height * scale / multiple) * multiple, round(width * scale / multiple) * multiple)
+    if min(fitted) < multiple:
+        raise EditorError(
+            f"An image of {height}x{width} pixels (height x width) is too elongated: at an area of {area} pixels its shorter "
+            f"side would have less than {multiple} pixels; crop it or raise the resolution."
+        )
+    return fitted
+
+
+def resize(image: Tensor, size: Size) -> Tensor:
+    """Bicubic, antialiased resize of (3, H, W) floats in [0, 1]; the result stays in that range."""
+    if tuple(image.shape[-2:]) == size:
+        return image
+    resized = F.interpolate(image[None], size=size, mode="bicubic", antialias=True, align_corners=False)
+    return resized[0].clamp(0.0, 1.0)
+
+
+def check_image(image: Any) -> Tensor:
+    """`image` as float32; an EditorError says what is wrong with anything but finite (3, H, W) floats in [0, 1]."""
+    if not isinstance(image, Tensor) or image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
+        found = f"a tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+        raise EditorError(f"An image to edit must be a tensor of shape (3, height, width), but it is {found}.")
+    if not image.is_floating_point():
+        raise EditorError(
+            f"An image to edit must hold floats in [0, 1], but its dtype is {image.dtype}; divide by 255."
+        )
+    low, high = image.aminmax()
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise EditorError("An image to edit has NaN or infinite pixels; check how it was loaded.")
+    if low < -1e-3 or high > 1 + 1e-3:
+        raise EditorError(
+            f"An image to edit must lie in [0, 1], but it ranges from {low.item():.3g} to {high.item():.3g}; rescale it."
+        )
+    return image.float().clamp(0.0, 1.0)
+
+
+def group_by_size(editor: Editor, images: Images) -> list[list[int]]:
+    """Indices of `images` in groups of equal sizes, each of which can be encoded and sampled as one batch."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, image in enumerate(images):
+        several = [image] if isinstance(image, Tensor) else list(image)
+        key = (editor.output_size(image), *(editor.output_size(one) for one in several))
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())

@@ -1,0 +1,241 @@
+"""How good the editor is on edits that it is not trained on, before and after: same edits, same initial noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rl_recipes.config import Arguments
+from rl_recipes.editors import Editor
+from rl_recipes.grpo import encode, score
+from rl_recipes.prompts import Prompt, PromptSource
+from rl_recipes.rollout import rollout
+from rl_recipes.runs import RunError, RunFolder, read_json, write_atomic, write_json
+from rl_recipes.seeds import EVALUATION, generator
+from tpips_reward.rewards import TPIPSReward
+from tpips_reward.scenes import measure_edit
+
+#: Measures of ``summary.json``; the second value says which direction is better (+1 higher, -1 lower).
+MEASURES: dict[str, int] = {
+    "preserve": 1, "target": 1, "edit_success": 1, "drift": -1, "object_lost": -1, "l1_to_ideal": -1, "copy_rate": -1,
+}  # fmt: skip
+#: Without known scenes an edit counts as a copy when it differs from its source by less than this on average (0 to 1).
+COPY_L1 = 0.02
+_BOOTSTRAP = 2000
+
+
+@dataclass
+class Evaluation:
+    """The measures of each edit, and the first few edited images.
+
+    Attributes:
+        rows: a dict an edit: ``key``, ``kind``, ``instruction``, and every name of :data:`MEASURES`, None where it
+            cannot be known (edits of photographs have no ideal).
+        images: the first edits, (3, H, W) float in [0, 1], for the grids.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    images: list[torch.Tensor] = field(default_factory=list)
+
+    def means(self) -> dict[str, float | None]:
+        """The mean of each measure over the edits for which it is known."""
+        return {name: _mean([row[name] for row in self.rows]) for name in MEASURES}
+
+    def by_kind(self) -> dict[str, dict[str, float | None]]:
+        """The same for each kind of edit."""
+        kinds = sorted({row["kind"] for row in self.rows if row["kind"]})
+        return {kind: Evaluation([r for r in self.rows if r["kind"] == kind]).means() for kind in kinds}
+
+    def save(self, folder: Path) -> None:
+        """Keeps it as ``before.json`` and ``before.safetensors``, so that a run that resumes need not repeat it."""
+        tensors = {f"{i:04d}": image.contiguous() for i, image in enumerate(self.images)}
+        write_atomic(folder / "before.safetensors", lambda p: save_file(tensors, p))
+        write_json(folder / "before.json", self.rows)
+
+    @classmethod
+    def load(cls, folder: Path) -> Evaluation | None:
+        """What :meth:`save` kept, or None where it did not get so far.
+
+        Raises:
+            RunError: when the files are damaged.
+        """
+        if not (folder / "before.json").exists():
+            return None
+        try:
+            images = load_file(folder / "before.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"{folder / 'before.safetensors'} is damaged ({error}); start anew with --overwrite."
+            ) from error
+        return cls(read_json(folder / "before.json"), [images[name] for name in sorted(images)])
+
+
+@torch.no_grad()
+def evaluate(
+    editor: Editor,
+    reward: TPIPSReward,
+    prompts: PromptSource,
+    count: int,
+    args: Arguments,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    name: str,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Evaluation:
+    """Edits the first ``count`` prompts once each, without added noise, and measures the results.
+
+    ``preserve`` is the mean similarity over the preserve aspects and ``target`` the mean change over the target
+    aspects, both by the reward's metric; the other measures come from the scenes' known parameters (``measure_edit``)
+    alone. Initial noise depends on ``eval_seed`` and the prompt's position alone.
+
+    Args:
+        name: "before" or "after", for messages.
+        progress: called with the number of this process's prompts that are done, after each batch.
+
+    Returns:
+        the evaluation; in every process where there are several.
+    """
+    g, guidance = args.grpo, args.editor.guidance_scale
+    own = range(accelerator.process_index, count, accelerator.num_processes)
+    found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
+    for batch in _batches(editor, prompts, own, (g.prompts_per_batch or g.prompts_per_iteration) * g.num_generations):
+        chosen = [prompt for _, prompt in batch]
+        with accelerator.autocast():
+            conditions = encode(editor, chosen, guidance)
+            generators = [generator(g.eval_seed, EVALUATION, index) for index, _ in batch]
+            steps = g.eval_steps or g.num_steps
+            final = rollout(editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
+            edits = [image.float() for image in editor.decode(final, conditions)]
+        sources = [editor.fit(prompt.image).to(edits[0].device) for prompt in chosen]
+        out = score(reward, edits, sources, chosen, f"evaluation_{name}", folder)
+        for i, (index, prompt) in enumerate(batch):
+            row: dict[str, Any] = {
+                "key": prompt.key,
+                "kind": prompt.edit.kind if prompt.edit else None,
+                "instruction": prompt.instruction,
+            }
+            row |= {"preserve": _known(out.terms["preserve"][i]), "target": _known(out.terms["change"][i])}
+            row |= _measure(prompt, edits[i], sources[i])
+            found.append((index, row, edits[i].cpu() if index < g.sample_grids else None))
+        progress(len(found))
+    found = sorted(gather_object(found), key=lambda item: item[0])
+    return Evaluation([row for _, row, _ in found], [image for _, _, image in found if image is not None])
+
+
+def compare(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float | None]]:
+    """Paired differences after - before with bootstrap standard errors and 95 % intervals.
+
+    Returns:
+        for each measure ``{"difference", "standard_error", "low", "high", "relative"}``, None where it is not known.
+    """
+    out: dict[str, dict[str, float | None]] = {}
+    for name in MEASURES:
+        pairs = [(b[name], a[name]) for b, a in zip(before.rows, after.rows, strict=True)]
+        values = np.array([(b, a) for b, a in pairs if b is not None and a is not None], dtype=np.float64).reshape(
+            -1, 2
+        )
+        if not len(values):
+            out[name] = dict.fromkeys(("difference", "standard_error", "low", "high", "relative"))
+            continue
+        differences = values[:, 1] - values[:, 0]
+        rng = np.random.default_rng(0)
+        resampled = differences[rng.integers(0, len(differences), (_BOOTSTRAP, len(differences)))].mean(1)
+        low, high = np.quantile(resampled, [0.025, 0.975])
+        start = values[:, 0].mean()
+        out[name] = {
+            "difference": float(differences.mean()),
+            "standard_error": float(resampled.std()),
+            "low": float(low),
+            "high": float(high),
+            "relative": float(differences.mean() / start) if start else None,
+        }
+    return out
+
+
+def setbacks(before: Evaluation, after: Evaluation) -> list[str]:
+    """What got worse beyond two standard errors, in words: a reward can rise while the edits do not get better."""
+    means_before, means_after, differences = before.means(), after.means(), compare(before, after)
+    out = []
+    for name, direction in MEASURES.items():
+        difference, error = differences[name]["difference"], differences[name]["standard_error"]
+        if difference is not None and error is not None and -direction * difference > 2 * error:
+            out.append(f"{name} went from {means_before[name]:.4f} to {means_after[name]:.4f}")
+    return out
+
+
+def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
+    """The before/after table that ends a run; ``what`` names the edits."""
+    table = Table(title=f"{len(before.rows)} {what}, same noise before and after")
+    for name in ("", "before", "after", "difference", "± s.e."):
+        table.add_column(name, justify="left" if not name else "right")
+    means_before, means_after, differences = before.means(), after.means(), compare(before, after)
+    for name, direction in MEASURES.items():
+        b, a, d = means_before[name], means_after[name], differences[name]
+        if b is None or a is None or d["difference"] is None or d["standard_error"] is None:
+            table.add_row(name, "–", "–", "–", "–")
+            continue
+        clear = abs(d["difference"]) > 2 * d["standard_error"]
+        style = ("green" if d["difference"] * direction > 0 else "red") if clear else ""
+        relative = f" ({100 * d['relative']:+.0f} %)" if d["relative"] is not None else ""
+        arrow = "↑" if direction > 0 else "↓"
+        table.add_row(
+            f"{name} {arrow}",
+            f"{b:.4f}",
+            f"{a:.4f}",
+            f"{d['difference']:+.4f}{relative}",
+            f"{d['standard_error']:.4f}",
+            style=style,
+        )
+    return table
+
+
+def _measure(prompt: Prompt, edit: torch.Tensor, source: torch.Tensor) -> dict[str, float | None]:
+    if prompt.edit is None:
+        copied = float((edit - source).abs().mean()) < COPY_L1
+        return {**dict.fromkeys(MEASURES.keys() - {"preserve", "target"}), "copy_rate": float(copied)}
+    measures = measure_edit(prompt.edit, edit)
+    return {
+        "edit_success": float(measures.success),
+        "drift": _known(measures.drift),
+        "object_lost": float(measures.object_lost),
+        "l1_to_ideal": float(measures.l1_to_ideal),
+        "copy_rate": float(measures.copied),
+    }
+
+
+def _batches(
+    editor: Editor, prompts: PromptSource, positions: Sequence[int], size: int
+) -> Iterator[list[tuple[int, Prompt]]]:
+    """Consecutive (position, prompt) pairs whose edits have one size."""
+    batch: list[tuple[int, Prompt]] = []
+    shape = None
+    for position in positions:
+        prompt = prompts[position]
+        if batch and (len(batch) == size or editor.output_size(prompt.image) != shape):
+            yield batch
+            batch = []
+        shape = editor.output_size(prompt.image)
+        batch.append((position, prompt))
+    if batch:
+        yield batch
+
+
+def _known(value: float | torch.Tensor) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(np.mean(known)) if known else None

@@ -1,0 +1,301 @@
+"""Where edits to train on come from: procedural scenes, or a user's own photographs listed in a JSONL file.
+
+Both sources are pure functions of a position: the same seed and position always give the same prompt, so a run that
+resumes, or that is spread over several processes, needs no state from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageOps
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.scenes import Edit, render, sample_edit, to_tensor
+
+log = logging.getLogger(__name__)
+
+#: Larger photographs are refused before they are decoded.
+MAX_PIXELS = 64_000_000
+#: Longer by shorter side; what lies beyond is a strip that no editor was trained for.
+MAX_ASPECT_RATIO = 8.0
+#: Shorter sides are refused: an image of a few pixels is a mistake, not a photograph.
+MIN_SIDE = 16
+_MAX_NAMED = 20
+
+
+class PromptError(TPIPSError):
+    """A data file or a row that cannot be used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One edit to ask for.
+
+    Attributes:
+        image: the source, (3, H, W) float32 in [0, 1].
+        instruction: the sentence for the editor.
+        preserve: aspects that must stay.
+        target: aspects that must change; may be empty where the user named none.
+        key: names the prompt in logs and files.
+        edit: the procedural edit with its known ideal, or None.
+    """
+
+    image: torch.Tensor
+    instruction: str
+    preserve: tuple[str, ...]
+    target: tuple[str, ...]
+    key: str
+    edit: Edit | None = None
+
+
+class PromptSource(Protocol):
+    """What a run needs of a source of prompts."""
+
+    uniform_size: bool
+
+    def __getitem__(self, position: int) -> Prompt:
+        """The prompt at any position >= 0; a source of finite length starts over."""
+        ...
+
+
+class ProceduralPrompts:
+    """Endless procedural edits; the prompt at a position depends on the seed, the split and the position alone.
+
+    Args:
+        seed: a run's seed.
+        split: "train", or "test" for combinations of edit, shape and value that never occur in training.
+        size: side of the rendered images in pixels.
+    """
+
+    uniform_size = True
+
+    def __init__(self, seed: int, split: Literal["train", "test"] = "train", size: int = 64) -> None:
+        self.seed, self.split, self.size = seed, split, size
+
+    def __getitem__(self, position: int) -> Prompt:
+        rng = np.random.default_rng([self.seed, self.split == "test", position])
+        edit = sample_edit(rng, self.split)
+        return Prompt(
+            image=to_tensor(render(edit.source, self.size)),
+            instruction=edit.instruction,
+            preserve=tuple(edit.preserve),
+            target=tuple(edit.target),
+            key=f"{self.split}-{position:06d}",
+            edit=edit,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checked row of a data file."""
+
+    line: int
+    image: Path
+    size: tuple[int, int]
+    instruction: str
+    preserve: tuple[str, ...]
+    target: tuple[str, ...]
+
+
+class JSONLPrompts:
+    """A user's own edits: ``{"image": "photo.jpg", "instruction": "…", "preserve": ["…"], "target": ["…"]}`` a line.
+
+    Image paths are relative to the file. ``target`` may be left out. Every epoch has its own order, from the seed.
+    Headers of all images are read at once; pixels when a prompt is drawn.
+
+    Args:
+        path: the JSONL file.
+        on_bad_row: "skip" names each bad row in the log, counts it, and goes on; "error" stops at the first.
+        seed: seed of the order; None keeps the file's order.
+        need_target: rows without target aspects are bad rows too.
+        check_size: called with (height, width) of each image; raises a TPIPSError where the editor cannot take it.
+
+    Attributes:
+        rows: the usable rows.
+        bad: (line number, reason) of each row that was skipped, those found later included.
+
+    Raises:
+        PromptError: when the file cannot be read, a row is bad and ``on_bad_row="error"``, or no row is usable.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        on_bad_row: Literal["skip", "error"] = "skip",
+        seed: int | None = None,
+        need_target: bool = False,
+        check_size: Callable[[int, int], None] = lambda height, width: None,
+    ) -> None:
+        self.path, self.on_bad_row, self.seed = Path(path), on_bad_row, seed
+        self.rows: list[Row] = []
+        self.bad: list[tuple[int, str]] = []
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise PromptError(f"The data file {path} cannot be read ({error.strerror}); check --data.") from error
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_row(line, number, self.path.parent, need_target)
+                check_size(row.size[1], row.size[0])
+                self.rows.append(row)
+            except TPIPSError as error:
+                self._reject(number, str(error))
+        if not self.rows:
+            reasons = "; ".join(f"line {n}: {why}" for n, why in self.bad[:3]) or "it is empty"
+            raise PromptError(f"The data file {path} has no usable row ({reasons}).")
+        if self.bad:
+            log.warning("%s: %d of %d rows skipped", self.path.name, len(self.bad), len(self.bad) + len(self.rows))
+        self.uniform_size = len({row.size for row in self.rows}) == 1
+        self._broken: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> Prompt:
+        # A photograph whose pixels turn out to be broken gives its place to the next row of the same order.
+        for shift in range(len(self.rows)):
+            row = self.rows[self._row_at(position + shift)]
+            if row.line in self._broken:
+                continue
+            try:
+                image = load_image(row.image)
+            except PromptError as error:
+                self._broken.add(row.line)
+                self._reject(row.line, str(error))
+                continue
+            return Prompt(image, row.instruction, row.preserve, row.target, key=f"line-{row.line}")
+        raise PromptError(f"No image in {self.path} can be decoded any more; the last reason: {self.bad[-1][1]}")
+
+    def in_file_order(self) -> JSONLPrompts:
+        """The same rows in the order of the file, for an evaluation."""
+        other = copy.copy(self)
+        other.seed = None
+        return other
+
+    def _row_at(self, position: int) -> int:
+        epoch, place = divmod(position, len(self.rows))
+        if self.seed is None:
+            return place
+        return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))[place])
+
+    def _reject(self, line: int, reason: str) -> None:
+        if self.on_bad_row == "error":
+            raise PromptError(f"{self.path}, line {line}: {reason} (--on_bad_row skip goes on without such rows.)")
+        self.bad.append((line, reason))
+        if len(self.bad) <= _MAX_NAMED:
+            log.warning("%s, line %d skipped: %s", self.path.name, line, reason)
+        elif len(self.bad) == _MAX_NAMED + 1:
+            log.warning("%s: further bad rows are counted, and listed in summary.json", self.path.name)
+
+
+def parse_row(line: bytes, number: int, folder: Path, need_target: bool = False) -> Row:
+    """Checks one row and the header of its image.
+
+    Args:
+        line: the row's bytes.
+        number: its line number, from 1.
+        folder: image paths are relative to it.
+        need_target: whether target aspects must be there.
+
+    Raises:
+        PromptError: naming what is wrong with the row.
+    """
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise PromptError(f"not JSON ({error}).") from error
+    if not isinstance(row, dict):
+        raise PromptError(f'not an object such as {{"image": …}} but {type(row).__name__}.')
+    for name in ("image", "instruction", "preserve", *(["target"] if need_target else [])):
+        if name not in row:
+            raise PromptError(f"{name!r} is missing; it has {', '.join(map(repr, row)) or 'no keys'}.")
+    for name in ("image", "instruction"):
+        if not isinstance(row[name], str) or not row[name].strip():
+            raise PromptError(f"{name!r} must be a text, not {row[name]!r}.")
+    preserve = _aspects(row["preserve"], "preserve")
+    target = _aspects(row.get("target", []), "target", empty=not need_target)
+    both = {a.casefold() for a in preserve} & {a.casefold() for a in target}
+    if both:
+        raise PromptError(f"{min(both)!r} is in 'preserve' and in 'target'; it cannot stay and change.")
+    if "://" in row["image"]:
+        raise PromptError(f"'image' must be a local file, not the address {row['image']!r}; download it first.")
+    path = folder / row["image"]
+    return Row(number, path, image_size(path), row["instruction"].strip(), preserve, target)
+
+
+def _aspects(value: object, name: str, empty: bool = False) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise PromptError(f"{name!r} must be a list of aspects, not {value!r}.")
+    if not value and not empty:
+        raise PromptError(f"{name!r} is an empty list; name at least one aspect.")
+    for aspect in value:
+        if not isinstance(aspect, str) or not aspect.strip():
+            raise PromptError(f"{name!r} holds {aspect!r}; each aspect must be a text such as 'background'.")
+    return tuple(dict.fromkeys(aspect.strip() for aspect in value))
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """(width, height) after EXIF orientation, read from the header.
+
+    Raises:
+        PromptError: when the file is missing, is no image, or has a size that cannot be used.
+    """
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            # Asking a PNG for EXIF data that its header lacks would decode all of it.
+            exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+            if exif.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8):
+                width, height = height, width
+    except FileNotFoundError as error:
+        raise PromptError(f"the image {path} does not exist.") from error
+    except Exception as error:  # Pillow's decoders raise many kinds, struct.error and SyntaxError among them
+        raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
+    if width * height > MAX_PIXELS:
+        raise PromptError(f"the image {path} is too large, {width}x{height}; at most {MAX_PIXELS:,} pixels are read.")
+    if min(width, height) < MIN_SIDE:
+        raise PromptError(f"the image {path} is too small, {width}x{height}; each side needs {MIN_SIDE} pixels.")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise PromptError(
+            f"the image {path} is too narrow, {width}x{height}; crop it to {MAX_ASPECT_RATIO:g}:1 or less."
+        )
+    return width, height
+
+
+def load_image(path: Path) -> torch.Tensor:
+    """Decodes a photograph: EXIF orientation applied, transparency on white, grayscale expanded.
+
+    Returns:
+        (3, H, W) float32 in [0, 1].
+
+    Raises:
+        PromptError: when it does not decode.
+    """
+    try:
+        with Image.open(path) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+                raise PromptError(f"the image {path} has mode {image.mode} (more than 8 bits); save it as 8-bit RGB.")
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return to_tensor(np.array(image.convert("RGB")))
+    except PromptError:
+        raise
+    except Exception as error:  # as above
+        raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,258 @@
+"""The folder of a run: who may use it, how files get into it, and what is taken out of it when a run resumes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import yaml
+from PIL import Image
+from safetensors import SafetensorError
+
+from tpips_reward.errors import TPIPSError
+
+log = logging.getLogger(__name__)
+
+#: What a run writes; --overwrite removes these and nothing else.
+_OWN = (
+    "config.yaml", "metrics.jsonl", "summary.json", "curves.png", "before.json", "before.safetensors",
+    "samples", "adapter", "checkpoints", "failed_batch", "logs",
+)  # fmt: skip
+
+
+class RunError(TPIPSError):
+    """A run that cannot start or go on; the message says what happened and what to do."""
+
+
+class Interrupted(Exception):
+    """The user asked the run to stop (Ctrl-C or SIGTERM)."""
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a full, read-only or forbidden disk into one sentence.
+
+    Raises:
+        RunError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = {
+            errno.ENOSPC: "the disk is full; free some space, then --resume",
+            errno.EDQUOT: "your disk quota is used up; free some space, then --resume",
+            errno.EACCES: "you may not write there; choose another --output_dir",
+            errno.EPERM: "you may not write there; choose another --output_dir",
+            errno.EROFS: "it is read-only; choose another --output_dir",
+            errno.ENOTDIR: "a part of the path is a file; choose another --output_dir",
+            errno.EEXIST: "a part of the path is a file; choose another --output_dir",
+        }.get(error.errno or 0, f"{error.strerror or error}")
+        raise RunError(f"Cannot write {path}: {why}.") from error
+    except SafetensorError as error:
+        raise RunError(f"Cannot write {path}: {error}.") from error
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets ``write`` fill a temporary file beside ``path`` and moves it there once it is on the disk.
+
+    Raises:
+        RunError: when the disk refuses; the old file is untouched then.
+    """
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-", suffix=path.suffix)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            sync(temporary)
+            # mkstemp makes private files; give what open() would have given.
+            temporary.chmod(0o666 & ~_umask())
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON atomically; NaN is refused, so that every reader can parse the file."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8") and None)
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file of this run.
+
+    Raises:
+        RunError: when it is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is missing or damaged ({error}); start anew with --overwrite.") from error
+
+
+def write_image(path: Path, image: Image.Image) -> None:
+    """Writes a PNG atomically."""
+    write_atomic(path, lambda p: image.save(p, format="PNG"))
+
+
+def to_image(pixels: torch.Tensor) -> Image.Image:
+    """(3, H, W) float in [0, 1] → a PIL image."""
+    array = (pixels.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(array.permute(1, 2, 0).cpu().numpy())
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's or folder's content is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems cannot sync folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class RunFolder:
+    """The output folder of one run.
+
+    Only the main process writes. All files but ``metrics.jsonl`` are replaced as a whole; that one is appended to, a
+    line an iteration, and a broken last line is dropped when the run resumes.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+
+    def check(self, *, overwrite: bool = False, resume: bool = False) -> None:
+        """Checks that this run may use the folder, and that it can be written to; changes nothing that is in it.
+
+        Raises:
+            RunError: when it is used already and neither flag is given, or cannot be written to.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"--output_dir {self.path} is a file; give a folder.")
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            used = [p.name for p in self.path.iterdir() if not p.name.startswith(".tmp-")]
+        if used and not (overwrite or resume):
+            raise RunError(
+                f"The output folder {self.path} is in use (it holds {', '.join(sorted(used)[:3])}…). "
+                f"--resume continues the run in it, --overwrite replaces it, or give another --output_dir."
+            )
+        write_atomic(self.path / ".writable", lambda p: p.write_bytes(bytes(1 << 20)) and None)
+        with disk_errors(self.path):
+            (self.path / ".writable").unlink()
+            for leftover in self.path.glob(".tmp-*"):
+                leftover.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes what an earlier run wrote here, and nothing else."""
+        with disk_errors(self.path):
+            for name in _OWN:
+                _remove(self.path / name)
+
+    def save_config(self, settings: dict[str, Any]) -> None:
+        """Writes ``config.yaml``, which ``--config`` and ``--resume`` read back."""
+        kept = {k: v for k, v in settings.items() if k not in ("resume", "overwrite")}
+        text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+        write_atomic(self.path / "config.yaml", lambda p: p.write_text(text, encoding="utf-8") and None)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Adds one line to ``metrics.jsonl`` and waits until it is on the disk."""
+        text = json.dumps(line, allow_nan=False) + "\n"
+        with disk_errors(self.metrics), open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a last line that was cut off is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = []
+        for text in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break
+        return lines
+
+    def rewind_metrics(self, iteration: int) -> None:
+        """Drops the lines after an iteration, for those iterations will be run again."""
+        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["iteration"] <= iteration]
+        write_atomic(self.metrics, lambda p: p.write_text("".join(kept), encoding="utf-8") and None)
+
+    def save_failed_batch(
+        self, name: str, edits: list[torch.Tensor], sources: list[torch.Tensor], rows: list[dict[str, Any]]
+    ) -> Path:
+        """Keeps the batch on which a reward failed, for a look at it; returns its folder."""
+        folder = self.path / "failed_batch" / name
+        for role, images in (("edit", edits), ("source", sources)):
+            for index, image in enumerate(images):
+                write_image(folder / f"{index:03d}_{role}.png", to_image(torch.nan_to_num(image)))
+        write_json(folder / "batch.json", rows)
+        return folder
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM as a wish that the loop asks for at points where nothing is half done.
+
+    The second signal raises KeyboardInterrupt at once.
+
+    Args:
+        alone: whether :meth:`check` raises; with several processes they have to agree first.
+    """
+
+    def __init__(self, alone: bool = True) -> None:
+        self.requested = False
+        self._alone = alone
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        # os.write, for a print may be interrupted by this very handler.
+        os.write(2, b"\nStopping: a checkpoint is written first; once more stops at once.\n")
+
+    def check(self) -> None:
+        """Raises Interrupted when a stop was asked for, and no other process has to agree."""
+        if self.requested and self._alone:
+            raise Interrupted

@@ -1,0 +1,139 @@
+"""Before and after: the same edits and noise, honest differences, and a judge that is not the reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from tiny_editors import tiny_editor
+
+from rl_recipes import evaluation
+from rl_recipes.config import Arguments, parse_arguments
+from rl_recipes.evaluation import MEASURES, Evaluation, compare, comparison_table, evaluate, setbacks
+from rl_recipes.prompts import ProceduralPrompts, Prompt
+from rl_recipes.runs import RunError, RunFolder
+from rl_recipes.seeds import generator
+from tpips_reward.rewards import TPIPSReward
+from tpips_reward.scenes import render, to_tensor
+
+
+class FlatMetric:
+    """Similarity 1 - mean |a - b| in every aspect."""
+
+    range = (-1.0, 1.0)
+    change_scale = 0.5
+
+    def similarity_pairs(self, images: Any, references: Any, pairs: Any, **_: Any) -> torch.Tensor:
+        return torch.stack([1 - (images[i] - references[r]).abs().mean() for i, r, _ in pairs])
+
+
+def _args(**changes: Any) -> Arguments:
+    settings = {"resolution": 32, "prompts_per_iteration": 2, "num_generations": 2, "num_steps": 2, "sde_window": 1,
+                "train_steps": 1, "sample_grids": 3, **changes}  # fmt: skip
+    return parse_arguments([f"--{name}={value}" for name, value in settings.items()])
+
+
+def _evaluate(editor: Any, folder: Path, prompts: Any = None, count: int = 6, **changes: Any) -> Evaluation:
+    prompts = prompts or ProceduralPrompts(7, "test", 32)
+    reward = TPIPSReward("tpips:preserve", FlatMetric())
+    accelerator, run = Accelerator(cpu=True), RunFolder(folder)
+    return evaluate(editor, reward, prompts, count, _args(**changes), accelerator, run, "before")
+
+
+def _rows(**columns: list[float | None]) -> Evaluation:
+    count = len(next(iter(columns.values())))
+    nothing: list[float | None] = [None] * count
+    return Evaluation([{"kind": "color"} | {m: columns.get(m, nothing)[i] for m in MEASURES} for i in range(count)])
+
+
+def test_an_evaluation_repeats_exactly_and_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    editor = tiny_editor()
+    first, second = _evaluate(editor, tmp_path), _evaluate(editor, tmp_path)
+    assert first.rows == second.rows and len(first.images) == 3
+    single = _evaluate(editor, tmp_path, prompts_per_batch=1, num_generations=2)
+    for a, b in zip(first.images, single.images, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_a_perfect_editor_and_a_copying_one_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, editor = ProceduralPrompts(7, "test", 32), tiny_editor()
+    results = {}
+    for which in ("ideal", "source"):
+        images = [to_tensor(render(getattr(prompts[i].edit, which), 32)) for i in range(6)]
+        answers = iter([images[:4], images[4:]])
+        monkeypatch.setattr(editor, "decode", lambda latents, conditions, answers=answers: next(answers))
+        results[which] = _evaluate(editor, tmp_path).means()
+    perfect, copying = results["ideal"], results["source"]
+    assert (perfect["edit_success"], perfect["copy_rate"], perfect["object_lost"]) == (1.0, 0.0, 0.0)
+    assert perfect["drift"] == pytest.approx(0, abs=1e-6) == perfect["l1_to_ideal"]
+    assert (copying["edit_success"], copying["copy_rate"]) == (0.0, 1.0)
+    assert copying["preserve"] == pytest.approx(1.0) and copying["target"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_photographs_have_no_ideal_but_copies_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    editor, image = tiny_editor(), torch.rand(3, 32, 32, generator=generator(0))
+    prompts = [Prompt(image, "make it red", ("background",), (), f"line-{i}") for i in range(2)]
+    monkeypatch.setattr(editor, "decode", lambda latents, conditions: [image, 1 - image])
+    result = _evaluate(editor, tmp_path, prompts, 2)
+    assert [row["copy_rate"] for row in result.rows] == [1.0, 0.0]
+    assert result.rows[0]["drift"] is result.rows[0]["target"] is None
+    means = result.means()
+    assert means["copy_rate"] == 0.5 and means["edit_success"] is None
+
+
+def test_an_evaluation_is_kept_and_damage_is_noticed(tmp_path: Path) -> None:
+    assert Evaluation.load(tmp_path) is None
+    result = Evaluation([{"key": "a", "drift": 0.1, "target": None}], [torch.rand(3, 4, 6), torch.rand(3, 8, 4)])
+    result.save(tmp_path)
+    loaded = Evaluation.load(tmp_path)
+    assert loaded is not None and loaded.rows == result.rows
+    assert all(torch.equal(a, b) for a, b in zip(loaded.images, result.images, strict=True))
+    (tmp_path / "before.safetensors").write_bytes(b"")
+    with pytest.raises(RunError, match="damaged"):
+        Evaluation.load(tmp_path)
+
+
+def test_differences_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=400)
+    change = rng.normal(-0.05, 0.1, size=400)
+    before, after = _rows(drift=list(base)), _rows(drift=list(base + change))
+    found = compare(before, after)["drift"]
+    assert found["difference"] == pytest.approx(change.mean())
+    # The spread between edits (1.0) is no part of the error of their differences (0.1).
+    assert found["standard_error"] == pytest.approx(change.std() / 20, rel=0.1)
+    assert found["low"] is not None and found["low"] < change.mean() < found["high"]
+    assert found["relative"] == pytest.approx(change.mean() / base.mean())
+    assert compare(before, after)["preserve"]["difference"] is None
+
+
+def test_unknown_values_are_left_out_in_pairs() -> None:
+    found = compare(_rows(drift=[0.5, None, 0.1]), _rows(drift=[0.4, 0.2, None]))["drift"]
+    assert found["difference"] == pytest.approx(-0.1)
+
+
+def test_setbacks_are_what_got_clearly_worse() -> None:
+    half = [0.0, 1.0] * 50
+    before = _rows(edit_success=half, object_lost=[0.0] * 100, drift=[0.2] * 100)
+    after = _rows(edit_success=half, object_lost=[0.0] * 90 + [1.0] * 10, drift=[0.1] * 100)
+    assert setbacks(before, after) == ["object_lost went from 0.0000 to 0.1000"]
+    console = Console(width=100, record=True)
+    console.print(comparison_table(before, after, "held-out edits"))
+    text = console.export_text()
+    assert "100 held-out edits" in text and "-0.1000 (-50 %)" in text and "preserve ↑" not in text
+
+
+def test_a_failing_reward_stops_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlatMetric, "similarity_pairs", lambda *a, **k: torch.full((len(a[3]),), float("nan")))
+    with pytest.raises(RunError, match="failed in evaluation_before"):
+        _evaluate(tiny_editor(), tmp_path)
+    assert (tmp_path / "failed_batch" / "evaluation_before" / "batch.json").is_file()
+
+
+def test_every_measure_has_a_direction() -> None:
+    assert set(MEASURES.values()) == {1, -1} and evaluation.COPY_L1 > 0

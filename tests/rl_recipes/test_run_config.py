@@ -1,0 +1,98 @@
+"""Settings: where they come from, which one wins, and what a wrong one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_recipes.config import BUILTIN_MINUTES, PRESETS, ConfigError, parse_arguments
+
+
+def test_the_main_job_needs_one_flag() -> None:
+    args = parse_arguments(["--reward", "tpips:preserve"])
+    assert (args.editor.editor, args.reward.metric, args.grpo.data) == ("builtin", "builtin:late", None)
+    assert args.time_limit() == BUILTIN_MINUTES * 60
+
+
+def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("editor: org/some-editor\nlearning_rate: 2e-4\nnum_steps: 12\n")
+    args = parse_arguments(["--config", str(config), "--num_steps", "9"])
+    preset = yaml.safe_load((PRESETS / "qwen_image_edit.yaml").read_text())
+    assert (args.grpo.num_steps, args.grpo.learning_rate) == (9, 2e-4)
+    assert args.editor.resolution == preset["resolution"] != 64
+    assert args.time_limit() == float("inf")
+    assert parse_arguments([f"--config={config}", "--preset", "none"]).editor.resolution == 64
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in PRESETS.glob("*.yaml")))
+def test_every_preset_is_valid(name: str) -> None:
+    settings = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
+    args = parse_arguments(["--preset", name]).to_dict()
+    assert {k: args[k] for k in settings} == settings
+
+
+def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+    args = parse_arguments(["--eta", "0.31", "--on_bad_row", "error", "--max_minutes", "3"])
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(args.to_dict()))
+    assert parse_arguments(["--config", str(path)]) == args
+
+
+def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
+    started = parse_arguments(["--output_dir", str(tmp_path), "--eta", "0.31", "--max_iterations", "7"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(started.to_dict()))
+    args = parse_arguments(["--resume", "--output_dir", str(tmp_path), "--max_iterations", "9"])
+    assert (args.grpo.eta, args.grpo.max_iterations, args.grpo.resume) == (0.31, 9, True)
+    with pytest.raises(ConfigError, match=r"eta = 0\.31, but 0\.5 was given"):
+        parse_arguments(["--resume", "--output_dir", str(tmp_path), "--eta", "0.5"])
+    with pytest.raises(ConfigError, match="Nothing to resume"):
+        parse_arguments(["--resume", "--output_dir", str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learning_rat", "1"], r"Unknown flag --learning_rat\. Did you mean --learning_rate\?"),
+        (["--zzz=3"], r"Unknown flag --zzz"),
+        (["--num_steps", "many"], "num_steps.*invalid int value: 'many'"),
+        (["--on_bad_row", "maybe"], "on_bad_row.*maybe"),
+        (["--num_generations", "1"], "num_generations must be at least 2, not 1"),
+        (["--eta", "0"], "eta must be a number above 0"),
+        (["--learning_rate", "nan"], "learning_rate must be at least 0, not nan"),
+        (["--sde_window", "9"], "sde_window is 9, but there are only 8 steps"),
+        (["--train_steps", "5"], "train_steps is 5, but only 4"),
+        (["--overwrite", "--resume", "--output_dir", "{run}"], "contradict"),
+        (["--preset", "huge"], "no preset 'huge'; there are .*qwen_image_edit"),
+        (["--data", "missing.jsonl"], r"--data missing\.jsonl is no file"),
+        (["--config", "missing.yaml"], r"missing\.yaml cannot be read"),
+        (["--config"], "needs a file name"),
+        (["--editor", " "], "editor is empty"),
+        (["--gate", "soft"], "gate.*soft"),
+    ],
+)
+def test_bad_flags_are_named(argv: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(parse_arguments([]).to_dict()))
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments([arg.format(run=tmp_path) for arg in argv])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rte: 1\n", r"Unknown setting 'learning_rte' in the config file\. Did you mean learning_rate\?"),
+        ("- a\n- b\n", "must hold 'setting: value' lines"),
+        ("a: [1\n", "is not YAML"),
+        ("num_steps: [8]\n", r"num_steps must be of type int, not \[8\]"),
+        ("num_steps: 8.5\n", r"num_steps must be of type int, not 8\.5"),
+        ("report_to: nowhere\n", "report_to must be one of 'none'.*not 'nowhere'"),
+        ("seed: true\n", "seed must be of type int, not True"),
+    ],
+)
+def test_bad_config_files_are_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments(["--config", str(path)])

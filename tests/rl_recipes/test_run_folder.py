@@ -1,0 +1,120 @@
+"""The output folder: nobody's files are lost, and what is there is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_recipes.runs import Interrupted, RunError, RunFolder, StopSignal, read_json, write_atomic, write_json
+
+
+def test_a_used_folder_needs_a_word(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "notes.txt").write_text("mine")
+    folder = RunFolder(tmp_path)
+    with pytest.raises(RunError, match="is in use .*--resume .*--overwrite"):
+        folder.check()
+    folder.check(resume=True)
+    folder.check(overwrite=True)
+    assert folder.metrics.exists()
+    folder.clear()
+    assert not folder.metrics.exists() and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_fresh_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "a" / "b").check()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.ENOSPC, "disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "may not write there")],
+)
+def test_a_disk_that_refuses_is_one_sentence(
+    number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(tmp_path / "x.json", {"old": 1})
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunError, match=f"Cannot write .*: .*{message}"):
+        write_json(tmp_path / "x.json", {"new": 1})
+    monkeypatch.undo()
+    assert read_json(tmp_path / "x.json") == {"old": 1}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file; give a folder"):
+        RunFolder(tmp_path / "file").check()
+    with pytest.raises(RunError, match="part of the path is a file"):
+        RunFolder(tmp_path / "file" / "run").check()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_really_full_device_is_one_sentence(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.symlink_to("/dev/full")
+    with pytest.raises(RunError, match="disk is full"):
+        folder.append_metrics({"iteration": 1})
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise KeyError("half way")
+
+    with pytest.raises(KeyError):
+        write_atomic(tmp_path / "x", fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_get_ordinary_permissions(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", 1)
+    (tmp_path / "y.json").write_text("1")
+    assert stat.S_IMODE((tmp_path / "x.json").stat().st_mode) == stat.S_IMODE((tmp_path / "y.json").stat().st_mode)
+
+
+def test_metrics_are_rewound_and_a_cut_line_is_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for iteration in range(1, 5):
+        folder.append_metrics({"iteration": iteration, "reward_mean": 0.1 * iteration})
+    with open(folder.metrics, "a") as file:
+        file.write('{"iteration": 5, "rew')
+    before = folder.metrics.read_text().splitlines()
+    assert [line["iteration"] for line in folder.read_metrics()] == [1, 2, 3, 4]
+    folder.rewind_metrics(2)
+    assert folder.metrics.read_text().splitlines() == before[:2]
+
+
+def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        RunFolder(tmp_path).append_metrics({"iteration": 1, "reward_mean": float("nan")})
+
+
+def test_a_failed_batch_is_kept(tmp_path: Path) -> None:
+    nan = torch.full((3, 4, 4), float("nan"))
+    path = RunFolder(tmp_path).save_failed_batch("iteration_000003", [nan], [torch.zeros(3, 4, 4)], [{"key": "a"}])
+    assert sorted(p.name for p in path.iterdir()) == ["000_edit.png", "000_source.png", "batch.json"]
+
+
+def test_the_first_signal_asks_and_the_second_insists() -> None:
+    old = signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        stop.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(Interrupted):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is old
