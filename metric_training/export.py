@@ -32,7 +32,7 @@ scratch on procedural scenes (`tpips_reward.scenes`) with simulated voters. It k
 aspects. It is there to run, test and demonstrate everything without a download; for photographs use `released:late`.
 
 - Images are brought to about 64 x 64 pixels' area. Similarity is a cosine, -1 to 1.
-- Typical change of a true edit in its own aspect (`change_scale`, the lower quartile of 1 - f): {change_scale:.3f}.
+- Typical change of a true edit in its own aspect (`change_scale`, half the median of 1 - f): {change_scale:.3f}.
 - Training: {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
   `accelerate launch metric_training/train.py --config metric_training/configs/builtin_late.yaml`, then
   `python -m metric_training.export --run runs/builtin_late --output tpips_reward/builtin/late`.

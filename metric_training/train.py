@@ -95,10 +95,10 @@ def learning_rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
 class Trainee(nn.Module):
     """The metric and its two auxiliary heads, in one module so that distributed wrappers see every parameter."""
 
-    def __init__(self, late: LateFusion, tokens: int = 16) -> None:
+    def __init__(self, late: LateFusion) -> None:
         super().__init__()
         self.late = late
-        self.vision_head = AttributeHead(tokens * late.backbone.hidden_size)
+        self.vision_head = AttributeHead(late.backbone.hidden_size)
         self.readout_head = AttributeHead(late.backbone.hidden_size)
 
     def forward(
@@ -106,7 +106,8 @@ class Trainee(nn.Module):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
         """Parameters predicted from each image's tokens; where aspects are given, from each read-out, and the embeddings."""
         features = self.late.backbone.encode_images(images)
-        seen = self.vision_head(torch.stack([f.tokens for f in features]))
+        # The mean over the tokens: were they told apart, a place could stay unsaid in them, and no read-out would find it.
+        seen = self.vision_head(torch.stack([f.tokens.mean(0) for f in features]))
         if aspects is None:
             return seen, {}, []
         suffixes = [[self.late.prompts.suffix(a) for a in names] for names in aspects]

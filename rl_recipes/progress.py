@@ -113,7 +113,9 @@ class Display:
         """Moves the bar of a phase such as an evaluation; without ``info`` its text stays."""
         if phase not in self._tasks:
             self._tasks[phase] = self._bar.add_task(phase, total=total, info="")
-        self._bar.update(self._tasks[phase], completed=done, **({} if info is None else {"info": info}))
+        self._bar.update(self._tasks[phase], completed=done)
+        if info is not None:
+            self._bar.update(self._tasks[phase], info=info)
 
     def close(self) -> None:
         """Ends the bars, so that what is said from now on comes below them."""

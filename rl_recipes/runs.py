@@ -63,7 +63,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise RunError(f"Cannot write {path}: {error}.") from error
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Lets ``write`` fill a temporary file beside ``path`` and moves it there once it is on the disk.
 
     Raises:
@@ -88,7 +88,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON atomically; NaN is refused, so that every reader can parse the file."""
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8") and None)
+    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:
@@ -160,7 +160,7 @@ class RunFolder:
                 f"The output folder {self.path} is in use (it holds {', '.join(sorted(used)[:3])}…). "
                 f"--resume continues the run in it, --overwrite replaces it, or give another --output_dir."
             )
-        write_atomic(self.path / ".writable", lambda p: p.write_bytes(bytes(1 << 20)) and None)
+        write_atomic(self.path / ".writable", lambda p: p.write_bytes(bytes(1 << 20)))
         with disk_errors(self.path):
             (self.path / ".writable").unlink()
             for leftover in self.path.glob(".tmp-*"):
@@ -176,7 +176,7 @@ class RunFolder:
         """Writes ``config.yaml``, which ``--config`` and ``--resume`` read back."""
         kept = {k: v for k, v in settings.items() if k not in ("resume", "overwrite")}
         text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-        write_atomic(self.path / "config.yaml", lambda p: p.write_text(text, encoding="utf-8") and None)
+        write_atomic(self.path / "config.yaml", lambda p: p.write_text(text, encoding="utf-8"))
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Adds one line to ``metrics.jsonl`` and waits until it is on the disk."""
@@ -201,7 +201,7 @@ class RunFolder:
     def rewind_metrics(self, iteration: int) -> None:
         """Drops the lines after an iteration, for those iterations will be run again."""
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["iteration"] <= iteration]
-        write_atomic(self.metrics, lambda p: p.write_text("".join(kept), encoding="utf-8") and None)
+        write_atomic(self.metrics, lambda p: p.write_text("".join(kept), encoding="utf-8"))
 
     def save_failed_batch(
         self, name: str, edits: list[torch.Tensor], sources: list[torch.Tensor], rows: list[dict[str, Any]]

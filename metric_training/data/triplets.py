@@ -105,7 +105,8 @@ def sample_triplet(
             _vary(scenes, aspect, int(odd), rng)
         scenes = [_jitter(s, rng) for s in scenes]
         wholes = [str(w) for w in rng.permutation(_WHOLE)[: int(rng.integers(0, 3))]]
-        asked, votes = [], []
+        asked: list[str] = []
+        votes: list[np.ndarray] = []
         for aspect in rng.permutation([*varied, *wholes]):
             shares = voters.vote(_distances(str(aspect), scenes), rng)
             if shares is not None and len(asked) < max_aspects:

@@ -116,7 +116,8 @@ def edit_pairs(
         targets.append(render(with_drift(edit, rng, drift_probability), size))
         changed.append(np.abs(source.astype(np.int16) - ideal).max(-1) > _CHANGED)
         instructions.append(edit.instruction)
-    return EditPairs(*(torch.from_numpy(np.stack(x)) for x in (sources, targets, changed)), instructions)
+    before, after, where = (torch.from_numpy(np.stack(x)) for x in (sources, targets, changed))
+    return EditPairs(before, after, where, instructions)
 
 
 def held_out_edits(seed: int, count: int, split: str = "test", kinds: Sequence[str] = EDIT_KINDS) -> list[Edit]:

@@ -7,6 +7,7 @@ states depend on the sentence and on the number of image tokens alone. A sentenc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -25,11 +26,12 @@ def blind_text_encoder(text_encoder: Qwen2_5_VLForConditionalGeneration) -> None
     last.bias.zero_()
 
 
-def all_instructions(draws: int = 12_000) -> list[str]:
+@cache
+def all_instructions(draws: int = 12_000) -> tuple[str, ...]:
     """The distinct sentences of the training split, sorted; drawn, so that new templates need no list here."""
     rng = step_rng(0, 5)
     kinds = list(EDIT_KINDS)
-    return sorted({sample_edit(rng, "train", kinds[i % len(kinds)]).instruction for i in range(draws)})
+    return tuple(sorted({sample_edit(rng, "train", kinds[i % len(kinds)]).instruction for i in range(draws)}))
 
 
 class InstructionStates:

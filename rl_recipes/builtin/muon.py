@@ -73,8 +73,10 @@ class Muon(torch.optim.Optimizer):
 
     def _muon(self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
         average = state.setdefault("momentum", torch.zeros_like(parameter))
-        average.lerp_(parameter.grad, 1.0 - group["momentum"])
-        ahead = parameter.grad.lerp(average, group["momentum"])
+        gradient = parameter.grad
+        assert gradient is not None  # the caller skips parameters without one
+        average.lerp_(gradient, 1.0 - group["momentum"])
+        ahead = gradient.lerp(average, group["momentum"])
         if parameter.ndim == 5:
             # Kernels over time see single frames: only the last slice has a gradient.
             out = torch.zeros_like(parameter)

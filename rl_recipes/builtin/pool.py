@@ -11,7 +11,6 @@ from rl_recipes.builtin.instructions import InstructionStates
 from rl_recipes.editors.qwen_image_edit import pack
 from tpips_reward.errors import TPIPSError
 
-
 #: Pairs that are encoded together.
 _BLOCK = 8
 

@@ -18,11 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline
 from torch import Tensor
 
 from rl_recipes.builtin.budget import Budget, learning_rate, load_state, save_state
-from rl_recipes.builtin.components import build_pipeline, build_text_encoder, build_tokenizer, build_transformer
+from rl_recipes.builtin.components import (
+    build_pipeline,
+    build_scheduler,
+    build_text_encoder,
+    build_tokenizer,
+    build_transformer,
+)
 from rl_recipes.builtin.data import step_rng
 from rl_recipes.builtin.editor_start import fit_readout, open_gates, start_attention, start_copying
 from rl_recipes.builtin.instructions import InstructionStates, all_instructions, blind_text_encoder
@@ -33,6 +39,9 @@ from rl_recipes.editors.single_frame import enable_single_frame
 from rl_recipes.runs import Interrupted, StopSignal, write_json
 from rl_recipes.seeds import generator
 from tpips_reward.errors import TPIPSError
+
+#: The shift of the schedule that the shipped editor samples with.
+SCHEDULER_SHIFT = 3.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class EditorSettings:
         drift_probability: how often a target has drifted.
         text_share: the share of the training in which the text encoder learns too; then it is frozen.
         changed_weight: how much more a token counts that the instruction is to change.
-        sigma_shift: mean of the logit-normal noise levels; above 0 means more noise, where the edit is decided.
+        sigma_shift: how far noise levels are shifted to 1, where the edit is decided; 1 is uniform.
         first_pairs: pairs in memory at the start.
         pairs_a_step: how many join at each step.
         max_pairs: how many there are at most.
@@ -63,7 +72,7 @@ class EditorSettings:
     drift_probability: float = 0.5
     text_share: float = 0.35
     changed_weight: float = 3.0
-    sigma_shift: float = 0.4
+    sigma_shift: float = 4.0
     first_pairs: int = 1024
     pairs_a_step: int = 6
     max_pairs: int = 24_000
@@ -82,10 +91,18 @@ def make_optimizer(pipeline: QwenImageEditPipeline, lr: float) -> Muon:
 
 
 def noise_levels(rng: np.random.Generator, count: int, shift: float) -> Tensor:
-    """Logit-normal noise levels with one in ten uniform, so that both ends are seen; (count,) float32 in (0, 1)."""
-    normal = 1.0 / (1.0 + np.exp(-rng.normal(shift, 1.2, count)))
-    uniform = rng.uniform(0.0, 1.0, count)
-    return torch.from_numpy(np.where(rng.random(count) < 0.1, uniform, normal)).float()
+    """Noise levels for training: one in four is pure noise, the others follow a shifted schedule; (count,) float32 in (0, 1].
+
+    What an edit becomes is decided in the first steps: sixty tokens of one color show through noise of level 0.9 already,
+    so that a model that never trains at level 1 takes whatever color its first step gives for the truth. A logit-normal
+    distribution hardly ever draws such levels.
+
+    Args:
+        shift: s in s u / (1 + (s - 1) u) for uniform u, as in the scheduler.
+    """
+    uniform = rng.uniform(1e-3, 1.0, count)
+    shifted = shift * uniform / (1.0 + (shift - 1.0) * uniform)
+    return torch.from_numpy(np.where(rng.random(count) < 0.25, 1.0, shifted)).float()
 
 
 def flow_loss(
@@ -142,6 +159,8 @@ class EditorTraining:
         text_encoder = build_text_encoder(tokenizer, vision_dim=32, seed=settings.seed)
         transformer = build_transformer(z_dim=vae.config.z_dim, num_layers=settings.num_layers, num_heads=settings.num_heads, seed=settings.seed)
         self.pipeline = build_pipeline(vae=vae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer)
+        # Most of the sampler's steps go where the edit is decided, as in the training.
+        self.pipeline.register_modules(scheduler=build_scheduler(shift=SCHEDULER_SHIFT))
         self.transformer = self.pipeline.transformer.train()
         start_attention(self.transformer)
         start_copying(self.transformer)

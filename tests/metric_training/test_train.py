@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import metric_training.train as train
+from metric_training import train
 from metric_training.attributes import aspect_weights, attribute_loss, attribute_targets
 from metric_training.builtin_model import build_late_fusion
 from metric_training.evaluate import compare, held_out_triplets, metric_judge, pixel_judge, score_triplets
@@ -137,7 +138,7 @@ def test_a_read_out_answers_for_its_own_aspect_only() -> None:
 def test_learning_rate_warms_up_and_falls_to_zero() -> None:
     factors = [learning_rate_factor(s, 100, 0.03) for s in range(100)]
     assert factors[:3] == pytest.approx([1 / 3, 2 / 3, 1.0]) and factors[-1] < 1e-3
-    assert all(a >= b for a, b in zip(factors[3:], factors[4:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(factors[3:]))
 
 
 def test_judges_are_scored_by_the_formula() -> None:

@@ -1,0 +1,53 @@
+"""What ships: its size, and that both built-ins load and work from the package's own folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rl_recipes.editors import load_editor
+from rl_recipes.rollout import sample_ode
+from tpips_reward import load_metric
+from tpips_reward.scenes import render, sample_edit, to_tensor
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (ROOT / "tpips_reward" / "builtin", ROOT / "rl_recipes" / "builtin" / "editor")
+
+
+def test_package_data_stay_within_16_megabytes() -> None:
+    sizes = {p: p.stat().st_size for folder in FOLDERS for p in folder.rglob("*") if p.is_file()}
+    assert len(sizes) > 10
+    assert sum(sizes.values()) <= 16_000_000
+    assert max(sizes.values()) <= 6_000_000
+
+
+def test_nothing_shipped_is_a_pickle() -> None:
+    assert not [p for folder in FOLDERS for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".ckpt")]
+
+
+def test_the_built_in_metric_tells_colors_apart() -> None:
+    metric = load_metric("builtin:late", device="cpu")
+    figures = json.loads((FOLDERS[0] / "late" / "figures.json").read_text())
+    assert metric.change_scale == figures["change_scale"]
+    rng = np.random.default_rng(0)
+    edits = [sample_edit(rng, "test", "color") for _ in range(12)]
+    sources, ideals = ([to_tensor(render(getattr(e, n))) for e in edits] for n in ("source", "ideal"))
+    scores = metric.similarity(ideals, sources, ["object color", "background color"])
+    assert scores.shape == (12, 2) and float((scores[:, 0] < scores[:, 1]).float().mean()) >= 0.9
+
+
+def test_the_built_in_editor_loads_and_edits() -> None:
+    editor = load_editor("builtin", "cpu", torch.float32)
+    rng = np.random.default_rng(1)
+    edits = [sample_edit(rng, "test", "background_color") for _ in range(4)]
+    sources = [to_tensor(render(e.source)) for e in edits]
+    conditions = editor.encode(sources, [e.instruction for e in edits])
+    generators = [torch.Generator().manual_seed(i) for i in range(4)]
+    images = editor.decode(sample_ode(editor, conditions, generators, num_steps=8), conditions)
+    assert all(image.shape == (3, 64, 64) and 0 <= image.min() and image.max() <= 1 for image in images)
+    # It has learnt something: an edit is nearer to its own source than to the others'.
+    distances = torch.stack([torch.stack([(i - s).abs().mean() for s in sources]) for i in images])
+    assert float(distances.diagonal().mean()) < float(distances.mean())
