@@ -54,8 +54,9 @@ The image reaches the transformer through its latents, and an instruction is enc
     python -m rl_recipes.builtin.card --vae runs/vae --editor runs/editor
 
 {vae_steps} and {steps} steps on one CPU thread that other work slowed down; `--steps` instead of `--minutes` repeats a
-training exactly. Both use Muon for matrices and kernels. The autoencoder starts as a nearly linear network. Noise levels
-are shifted to 1 and often 1 itself, tokens that the instruction is to change count {weight:g} times, and an average of the weights is saved.
+training exactly. Both use Muon for matrices and kernels. The autoencoder starts as a nearly linear network, the
+transformer as one that copies the source. Noise levels are shifted to 1 and often 1 itself, tokens that the instruction
+is to change count {weight:g} times, and an average of the weights is saved.
 
 ## Figures
 
@@ -130,8 +131,8 @@ def folder_size(folder: Path) -> int:
     largest = max(sizes, key=lambda path: sizes[path])
     if sum(sizes.values()) > MAX_TOTAL or sizes[largest] > MAX_FILE:
         raise TPIPSError(
-            f"The editor in {folder} has {sum(sizes.values())} bytes, {sizes[largest]} of them in {largest.name}; at most "
-            f"{MAX_TOTAL} and {MAX_FILE} are shipped. Train a smaller one."
+            f"The editor in {folder} has {sum(sizes.values())} bytes, {sizes[largest]} of them in {largest.name}; at "
+            f"most {MAX_TOTAL} and {MAX_FILE} are shipped. Train a smaller one."
         )
     return sum(sizes.values())
 

@@ -1,9 +1,9 @@
-"""Where the transformer's training starts: as a network that copies the source, with heads that look at the instruction.
+"""Where the transformer's training starts: as a network that copies the source and looks at the instruction.
 
 Sharp attention to one position out of 128 is slow to find by gradient descent, since the rotary embedding's fast
 frequencies are a few dimensions of many. So in each block one head starts by looking at the source's token of the same
 place, and one at the instruction. The first blocks carry what they find there into a part of the stream that the noisy
-latents leave free, and the read-out starts as the least-squares one. These are starting values only; all of it is trained.
+latents leave free, and the read-out starts as the least-squares one. These are starting values; all of it is trained.
 """
 
 from __future__ import annotations

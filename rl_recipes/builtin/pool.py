@@ -50,8 +50,8 @@ class LatentPool:
     def grow(self, count: int) -> None:
         """Adds pairs until there are ``count`` at least.
 
-        They are encoded in blocks of a fixed size: results of other batch sizes differ in their last bits, and a training
-        that resumes must find the same pool.
+        They are encoded in blocks of a fixed size: results of other batch sizes differ in their last bits, and a
+        training that resumes must find the same pool.
         """
         while self._count < count:
             self._append(range(self._count, self._count + _BLOCK))

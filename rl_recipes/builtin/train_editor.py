@@ -91,14 +91,17 @@ def make_optimizer(pipeline: QwenImageEditPipeline, lr: float) -> Muon:
 
 
 def noise_levels(rng: np.random.Generator, count: int, shift: float) -> Tensor:
-    """Noise levels for training: one in four is pure noise, the others follow a shifted schedule; (count,) float32 in (0, 1].
+    """Noise levels for training: one in four is pure noise, the others follow a shifted schedule.
 
-    What an edit becomes is decided in the first steps: sixty tokens of one color show through noise of level 0.9 already,
-    so that a model that never trains at level 1 takes whatever color its first step gives for the truth. A logit-normal
-    distribution hardly ever draws such levels.
+    What an edit becomes is decided in the first steps: sixty tokens of one color show through noise of level 0.9
+    already, so that a model that never trains at level 1 takes whatever color its first step gives for the truth. A
+    logit-normal distribution hardly ever draws such levels.
 
     Args:
         shift: s in s u / (1 + (s - 1) u) for uniform u, as in the scheduler.
+
+    Returns:
+        (count,) float32 in (0, 1].
     """
     uniform = rng.uniform(1e-3, 1.0, count)
     shifted = shift * uniform / (1.0 + (shift - 1.0) * uniform)
@@ -157,7 +160,12 @@ class EditorTraining:
         sentences = all_instructions()
         tokenizer = build_tokenizer(sentences)
         text_encoder = build_text_encoder(tokenizer, vision_dim=32, seed=settings.seed)
-        transformer = build_transformer(z_dim=vae.config.z_dim, num_layers=settings.num_layers, num_heads=settings.num_heads, seed=settings.seed)
+        transformer = build_transformer(
+            z_dim=vae.config.z_dim,
+            num_layers=settings.num_layers,
+            num_heads=settings.num_heads,
+            seed=settings.seed,
+        )
         self.pipeline = build_pipeline(vae=vae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer)
         # Most of the sampler's steps go where the edit is decided, as in the training.
         self.pipeline.register_modules(scheduler=build_scheduler(shift=SCHEDULER_SHIFT))

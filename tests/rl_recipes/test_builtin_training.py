@@ -34,7 +34,7 @@ def small_vae() -> torch.nn.Module:
     return vae
 
 
-# Data ------------------------------------------------------------------------------------------------------------------
+# Data
 
 
 def test_a_pair_depends_on_its_index_alone() -> None:
@@ -82,7 +82,7 @@ def test_noise_images_are_smoother_than_white_noise() -> None:
     assert neighbours < 0.5 * image.std() * math.sqrt(2)
 
 
-# Optimizer and schedule -------------------------------------------------------------------------------------------------
+# Optimizer and schedule
 
 
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24)])
@@ -141,7 +141,7 @@ def test_missing_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> 
         load_state(tmp_path / "checkpoint.pt", {"seed": 0})
 
 
-# Autoencoder ------------------------------------------------------------------------------------------------------------
+# Autoencoder
 
 
 def test_psnr_is_its_formula() -> None:
@@ -203,7 +203,7 @@ def test_vae_training_resumes_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(value, resumed.vae.state_dict()[name]), name
 
 
-# Editor -----------------------------------------------------------------------------------------------------------------
+# Editor
 
 
 def test_noise_levels_cover_the_schedule() -> None:
