@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_recipes.builtin.train_editor import EditorSettings
 from rl_recipes.editors.registry import BUILTIN_FOLDER
 from rl_recipes.runs import read_json, write_atomic
 from tpips_reward.errors import TPIPSError
@@ -50,7 +53,7 @@ The image reaches the transformer through its latents, and an instruction is enc
 ## Training
 
     python -m rl_recipes.builtin.train_vae --minutes {vae_minutes:.0f} --output runs/vae
-    python -m rl_recipes.builtin.train_editor --vae runs/vae/vae --minutes {minutes:.0f} --output runs/editor
+    python -m rl_recipes.builtin.train_editor --vae runs/vae/vae --minutes {minutes:.0f}{flags} --output runs/editor
     python -m rl_recipes.builtin.card --vae runs/vae --editor runs/editor
 
 {vae_steps} and {steps} steps on one CPU thread that other work slowed down; `--steps` instead of `--minutes` repeats a
@@ -100,10 +103,14 @@ def card(
         size: bytes of the folder.
     """
     settings = editor["settings"]
+    defaults = asdict(EditorSettings())
+    changed = {name: value for name, value in settings.items() if defaults.get(name) != value}
+    flags = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in changed.items())
     rows = [_row("all", editor), *(_row(kind.replace("_", " "), f) for kind, f in editor["by_kind"].items())]
     rows.append(_row("*ideal through the autoencoder*", editor["autoencoder_floor"]))
     return _CARD.format(
         drift_probability=settings["drift_probability"],
+        flags=flags,
         parts="\n".join(f"| {name} | `{kind}` | {count:,} |" for name, (kind, count) in parts.items()),
         z_dim=z_dim,
         megabytes=size / 1e6,

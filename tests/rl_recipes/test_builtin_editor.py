@@ -53,7 +53,7 @@ def test_the_velocity_at_pure_noise_follows_source_and_instruction(editor: Edito
     target = editor.encode(ideals, [e.instruction for e in edits]).image_latents
     noise = editor.noise(conditions, [generator(0, i) for i in range(len(edits))])
 
-    def error(chosen) -> float:  # noqa: ANN001
+    def error(chosen) -> float:
         return float((editor.velocity(noise, 1.0, chosen) - (noise - target)).square().mean())
 
     shifted = list(range(1, len(edits))) + [0]
