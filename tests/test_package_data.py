@@ -28,6 +28,11 @@ def test_nothing_shipped_is_a_pickle() -> None:
     assert not [p for folder in FOLDERS for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".ckpt")]
 
 
+def test_no_config_names_the_folder_it_was_loaded_from() -> None:
+    configs = [p for folder in FOLDERS for p in folder.rglob("*.json")]
+    assert configs and not [p for p in configs if '"_name_or_path"' in p.read_text(encoding="utf-8")]
+
+
 def test_the_built_in_metric_tells_colors_apart() -> None:
     metric = load_metric("builtin:late", device="cpu")
     figures = json.loads((FOLDERS[0] / "late" / "figures.json").read_text())

@@ -44,7 +44,7 @@ what the instruction does not name (probability {drift_probability}).
 {parts}
 
 Latents have {z_dim} channels at a quarter of the image's side; tokens are 2 x 2 latents, 64 an image. The scheduler's
-shift is 3. Use 8 steps and no classifier-free guidance (there was no dropout of instructions). Weights are bfloat16;
+shift is {shift:g}. Use 8 steps and no classifier-free guidance (there was no dropout of instructions). Weights are bfloat16;
 {megabytes:.1f} MB in all.
 
 The text encoder does not see the image: the last layer of its vision tower is zero, so that image tokens are constants.
@@ -91,7 +91,7 @@ def _row(name: str, figures: dict[str, float]) -> str:
 
 
 def card(
-    vae: dict[str, Any], editor: dict[str, Any], parts: dict[str, tuple[str, int]], z_dim: int, size: int
+    vae: dict[str, Any], editor: dict[str, Any], parts: dict[str, tuple[str, int]], z_dim: int, shift: float, size: int
 ) -> str:
     """The card's text.
 
@@ -100,6 +100,7 @@ def card(
         editor: `figures.json` of the editor's training.
         parts: class and number of parameters of each part.
         z_dim: latent channels.
+        shift: of the scheduler.
         size: bytes of the folder.
     """
     settings = editor["settings"]
@@ -113,6 +114,7 @@ def card(
         flags=flags,
         parts="\n".join(f"| {name} | `{kind}` | {count:,} |" for name, (kind, count) in parts.items()),
         z_dim=z_dim,
+        shift=shift,
         megabytes=size / 1e6,
         vae_minutes=vae["minutes"],
         minutes=editor["minutes"],
@@ -174,6 +176,7 @@ def ship(vae_run: Path, editor_run: Path, folder: Path = BUILTIN_FOLDER) -> None
         read_json(editor_run / "figures.json"),
         count_parameters(source),
         read_json(source / "vae" / "config.json")["z_dim"],
+        read_json(source / "scheduler" / "scheduler_config.json")["shift"],
         size,
     )
     folder.parent.mkdir(parents=True, exist_ok=True)

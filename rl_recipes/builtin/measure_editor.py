@@ -22,7 +22,7 @@ from rl_recipes.builtin.pictures import save_grid
 from rl_recipes.editors import load_editor
 from rl_recipes.editors.registry import DEFAULTS_FILE
 from rl_recipes.rollout import sample_ode
-from rl_recipes.runs import write_json
+from rl_recipes.runs import read_json, write_json
 from rl_recipes.seeds import generator
 from tpips_reward.scenes import EDIT_KINDS, Edit, EditMeasures, measure_edit, render, to_tensor
 
@@ -45,10 +45,19 @@ def save_pipeline(pipeline: QwenImageEditPipeline, transformer: torch.nn.Module,
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as temporary:
         work = Path(temporary) / folder.name
         QwenImageEditPipeline(**parts).save_pretrained(work)
+        _forget_origin(work)
         write_json(work / DEFAULTS_FILE, {"resolution": IMAGE_SIZE})
         if folder.exists():
             folder.rename(Path(temporary) / "old")
         work.rename(folder)
+
+
+def _forget_origin(folder: Path) -> None:
+    """Takes out of the configs the path that a part was loaded from: it means nothing on another machine."""
+    for path in folder.glob("*/config.json"):
+        config = read_json(path)
+        if config.pop("_name_or_path", None) is not None:
+            write_json(path, config)
 
 
 @torch.no_grad()
