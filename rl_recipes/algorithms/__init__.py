@@ -1,1 +1,1 @@
-"""Algorithms as pure functions: stochastic steps of the sampler, advantages, losses."""
+"""Algorithms as pure functions: sampling steps and windows, advantages, losses, and signs of a fooled reward."""

@@ -1,4 +1,4 @@
-"""Losses of policy-gradient training as pure functions of log-probabilities, advantages and means."""
+"""Losses of policy-gradient training as pure functions of log-probabilities and advantages."""
 
 from __future__ import annotations
 
@@ -37,13 +37,3 @@ def clipped_policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tens
     loss = torch.maximum(-advantages * ratio, -advantages * clipped).mean()
     outside = ((ratio - 1.0).abs() > clip_range).float().mean()
     return PolicyLoss(loss, ratio.detach(), outside.detach())
-
-
-def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: float) -> Tensor:
-    """KL between two Gaussians of equal std, averaged over elements: mean (mu - mu_ref)^2 / (2 std^2), shape (B,).
-
-    `std` is that of the step itself, s sqrt(-dt) for the SDE rules. The reference carries no gradient.
-    """
-    if not std > 0.0:
-        raise TPIPSError(f"The KL of a step needs a positive std, but it is {std}; use stochastic steps only.")
-    return (mean - reference_mean.detach()).square().flatten(1).mean(dim=1) / (2.0 * std**2)
