@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from metric_training.builtin_model import build_late_fusion
 from metric_training.evaluate import as_markdown, compare
 from tpips_reward import Metric, TPIPSError, load_metric
-from tpips_reward.rewards.effects import typical_change
+from tpips_reward.files import write_text
+from tpips_reward.rewards.effects import measure_change_scale
 
 CARD = """---
 license: apache-2.0
@@ -32,7 +32,7 @@ scratch on procedural scenes (`tpips_reward.scenes`) with simulated voters. It k
 aspects. It is there to run, test and demonstrate everything without a download; for photographs use `released:late`.
 
 - Images are brought to about 64 x 64 pixels' area. Similarity is a cosine, -1 to 1.
-- Typical change of a true edit in its own aspect (`change_scale`, half the median of 1 - f): {change_scale:.3f}.
+- `change_scale`, the 1 - f that nine in ten true edits exceed in the aspect that they change: {change_scale:.4f}.
 - Training: {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
   `accelerate launch metric_training/train.py --config metric_training/configs/builtin_late.yaml`, then
   `python -m metric_training.export --run runs/builtin_late --output tpips_reward/builtin/late`.
@@ -46,12 +46,6 @@ chance is 0.333:
 "Wordings never trained on" are new combinations of words that training has seen apart ("hue of the cup" where "hue of the car" and
 "cup color" were seen). Words that training has never seen are split into pieces and mean little to this model.
 """
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> dict[str, Any]:
@@ -74,7 +68,7 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
     weights = {k.removeprefix("late."): v for k, v in saved["model"].items() if k.startswith("late.")}
     late.load_state_dict(weights)
     late.to(torch.bfloat16).to(torch.float32)
-    change_scale = typical_change(Metric(late), samples=edits)
+    change_scale = measure_change_scale(Metric(late), samples=edits)
     info = {"name": "builtin:late", "license": "apache-2.0"}
     Metric(late, change_scale=change_scale, info=info).save_pretrained(output, dtype=torch.bfloat16)
     # The figures are those of the files, not of what was in memory.
@@ -86,7 +80,7 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
         "triplets": triplets,
         "results": results,
     }
-    _write(output / "figures.json", json.dumps(figures, indent=1) + "\n")
+    write_text(output / "figures.json", json.dumps(figures, indent=1) + "\n")
     card = CARD.format(
         parameters=sum(p.numel() for p in late.parameters()) / 1e6,
         change_scale=change_scale,
@@ -96,7 +90,7 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
         triplets=triplets,
         table=as_markdown(results),
     )
-    _write(output / "README.md", card)
+    write_text(output / "README.md", card)
     return figures
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,6 +15,8 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.preprocess import ImageSettings, target_size, to_patches
 
 DEFAULT_PATCH_BUDGET = 65536
+# One long aspect among short ones would otherwise make all of them as long, at the square of that in attention.
+MAX_PADDING = 2
 
 
 @dataclass(frozen=True)
@@ -109,15 +112,23 @@ class Backbone(nn.Module):
         ]
 
     def run_language(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, features: list[ImageFeatures], **kwargs: Any
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        features: list[ImageFeatures],
+        *,
+        tail: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         """One pass of the language tower; the i-th image placeholder of the batch takes the i-th visual token.
 
         Args:
             ids: (B, L) token ids, image placeholders already repeated.
             positions: (3, B, L) M-RoPE positions (t, h, w).
-            mask: (B, 1, L, L) boolean, True where the query (row) may attend to the key (column).
+            mask: (B, 1, L, L) boolean, True where the query (row) may attend to the key (column); None: causal.
             features: the images in the order in which their placeholders occur.
+            tail: (B, R, D) embeddings that follow the tokens and have no ids; L then counts them too, save in `ids`.
 
         Returns:
             The transformers output; `last_hidden_state` (B, L, D) is after the final norm.
@@ -126,6 +137,9 @@ class Backbone(nn.Module):
         visual = ids == self.config.image_token_id
         tokens = torch.cat([feature.tokens for feature in features]).to(embeds.dtype)
         embeds = embeds.masked_scatter(visual.unsqueeze(-1), tokens)
+        if tail is not None:
+            embeds = torch.cat([embeds, tail.to(embeds.dtype)], dim=1)
+            visual = F.pad(visual, (0, tail.shape[1]))
         levels = [torch.cat(level) for level in zip(*(feature.deepstack for feature in features), strict=True)]
         return self.model.language_model(  # type: ignore[operator]
             inputs_embeds=embeds,
@@ -161,15 +175,16 @@ class Backbone(nn.Module):
 def split_by_budget(lengths: list[int], budget: int, padded: bool = False) -> list[list[int]]:
     """Group indices in order so that no group exceeds `budget` tokens (a single longer item is a group of its own).
 
-    With `padded` the cost of a group is its size times its longest member.
+    With `padded` the cost of a group is its size times its longest member, and no member is padded to more than
+    `MAX_PADDING` times its length.
     """
     groups: list[list[int]] = []
-    longest = total = 0
+    shortest = longest = total = 0
     for index, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
+        shortest, longest, total = min(shortest, length), max(longest, length), total + length
         cost = longest * (len(groups[-1]) + 1) if padded and groups else total
-        if not groups or cost > budget:
+        if not groups or cost > budget or (padded and longest > MAX_PADDING * shortest):
             groups.append([])
-            longest, total = length, length
+            shortest = longest = total = length
         groups[-1].append(index)
     return groups

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
 from tpips_reward.errors import TPIPSError
+from tpips_reward.files import make_readable
 from tpips_reward.fusion import FUSIONS
+from tpips_reward.fusion.base import FusionModule, accumulation_dtype
 from tpips_reward.metric import Metric, parse_dtype
 from tpips_reward.released import is_released_layout, load_released
 
@@ -29,6 +31,7 @@ RELEASED = {
 _RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
 CONFIG_NAME = "tpips_config.json"
 FORMAT_VERSION = 1
+_TOWERS = ("language_model.", "visual.")
 _BUILTIN = Path(__file__).parent / "builtin"
 
 
@@ -159,7 +162,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     return target
 
 
-def _load_own(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _load_own(folder: Path, dtype: torch.dtype) -> tuple[FusionModule, dict[str, Any]]:
     """A fusion and what its tpips_config.json says beside it."""
     info = read_json(folder / CONFIG_NAME)
     version, kind = info.pop("format", None), info.pop("fusion", None)
@@ -170,9 +173,28 @@ def _load_own(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     if kind not in FUSIONS:
         raise TPIPSError(f"{folder / CONFIG_NAME} names the fusion {kind!r}; known are {', '.join(FUSIONS)}.")
     backbone = empty_backbone(folder, folder)
-    weights = {name: value.to(dtype) for name, value in stored_weights(folder)}
-    fill(backbone.model, weights, str(folder / "model.safetensors"))
-    return FUSIONS[kind](backbone), info
+    where = str(folder / "model.safetensors")
+    towers: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for name, value in stored_weights(folder):
+        if name.startswith(_TOWERS):
+            towers[name] = value.to(dtype)
+        else:
+            own[name] = value.to(accumulation_dtype(dtype))
+    fill(backbone.model, towers, where)
+    fusion = _build(kind, backbone, info.pop("options", {}), folder)
+    fusion.load_own(own, where)
+    return fusion, info
+
+
+def _build(kind: str, backbone: Backbone, options: Any, folder: Path) -> FusionModule:
+    try:
+        with torch.device("meta"):  # no random numbers are drawn for parameters that are assigned next
+            return FUSIONS[kind](backbone, **options)
+    except TypeError as error:
+        raise TPIPSError(
+            f"{folder / CONFIG_NAME} has the options {options!r}, which {kind} fusion does not take ({error})."
+        ) from error
 
 
 def save_metric(metric: Metric, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
@@ -181,7 +203,7 @@ def save_metric(metric: Metric, folder: str | os.PathLike[str], dtype: torch.dty
     Args:
         metric: adapters that are still apart are saved folded in.
         folder: made if missing; files of the same names are replaced.
-        dtype: of the stored weights; None keeps them.
+        dtype: of the stored towers; None keeps it. A fusion's own parameters are stored as they are.
 
     Raises:
         TPIPSError: the folder cannot be written.
@@ -191,13 +213,17 @@ def save_metric(metric: Metric, folder: str | os.PathLike[str], dtype: torch.dty
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
             staging = Path(name)
-            _write_backbone(metric.backbone, staging, dtype)
+            _write_weights(metric.fusion, staging, dtype)
+            _write_backbone_files(metric.backbone, staging)
             details = {"format": FORMAT_VERSION, "fusion": metric.fusion.kind, **metric.info}
+            if metric.fusion.options:
+                details["options"] = metric.fusion.options
             if metric.is_calibrated:
                 details["change_scale"] = metric.change_scale
             details.pop("source", None)
             (staging / CONFIG_NAME).write_text(json.dumps(details, indent=2) + "\n", encoding="utf-8")
             for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+                make_readable(path)
                 if (target / path.name).is_dir():
                     shutil.rmtree(target / path.name)
                 os.replace(path, target / path.name)
@@ -205,10 +231,14 @@ def save_metric(metric: Metric, folder: str | os.PathLike[str], dtype: torch.dty
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
 
 
-def _write_backbone(backbone: Backbone, folder: Path, dtype: torch.dtype | None) -> None:
-    weights = merged_state(backbone.model)
+def _write_weights(fusion: FusionModule, folder: Path, dtype: torch.dtype | None) -> None:
+    weights = merged_state(fusion.backbone.model)
     stored = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in weights.items()}
+    stored |= {name: value.detach().to("cpu").contiguous() for name, value in fusion.own_state().items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_backbone_files(backbone: Backbone, folder: Path) -> None:
     backbone.config.save_pretrained(folder)
     backbone.tokenizer.save_pretrained(folder)
     if backbone.processor is not None:

@@ -13,8 +13,9 @@ from tpips_reward.backbone import Backbone
 from tpips_reward.errors import TPIPSError
 from tpips_reward.images import to_tensors
 
-# A rough value for metrics that nobody calibrated: `change_scale` in tpips_config.json replaces it.
-DEFAULT_CHANGE_SCALE = 0.3
+# A rough change_scale for metrics that nobody calibrated, in units of the fusion's temperature: 0.3 for cosines.
+# `change_scale` in tpips_config.json replaces it.
+DEFAULT_CHANGE_TEMPERATURES = 6
 
 Aspects = str | None | Sequence[str | None]
 
@@ -24,6 +25,7 @@ class Fusion(Protocol):
 
     kind: str
     range: tuple[float, float]
+    temperature: float
     backbone: Backbone
     token_budget: int
 
@@ -40,7 +42,7 @@ class Metric:
 
     Args:
         fusion: a fusion module, such as `tpips_reward.fusion.LateFusion`.
-        change_scale: a true edit's typical 1 - f in the aspect that it changes.
+        change_scale: the 1 - f that nine in ten true edits exceed in the aspect that they change.
         info: what is known about the weights (name, license, source ...), kept by `save_pretrained`.
 
     Example:
@@ -52,9 +54,10 @@ class Metric:
     def __init__(self, fusion: Any, *, change_scale: float | None = None, info: dict[str, Any] | None = None) -> None:
         self.fusion: Any = fusion.eval()
         self.is_calibrated = change_scale is not None
-        self.change_scale = DEFAULT_CHANGE_SCALE if change_scale is None else float(change_scale)
+        rough = round(DEFAULT_CHANGE_TEMPERATURES * fusion.temperature, 6)
+        self.change_scale = rough if change_scale is None else float(change_scale)
         if not 0 < self.change_scale < float("inf"):
-            raise TPIPSError(f"change_scale (a true edit's typical 1 - f) must be positive, got {change_scale!r}.")
+            raise TPIPSError(f"change_scale (the 1 - f of a true edit in what it changes) must be positive, got {change_scale!r}.")
         self.info = dict(info or {})
 
     @property
@@ -111,7 +114,10 @@ class Metric:
         return scores if _is_one_aspect(aspects) else scores.view(count, len(names))
 
     def distance(self, a: Any, b: Any, aspects: Aspects = "overall", **options: Any) -> Tensor:
-        """Highest similarity minus `similarity` (1 - f for late fusion): 0 for equal images. Arguments as there."""
+        """Highest similarity minus `similarity`: 1 - f for cosines, mid fusion's own distance; 0 for equal images.
+
+        Arguments as there.
+        """
         return self.range[1] - self.similarity(a, b, aspects, **options)
 
     def similarity_pairs(
@@ -170,6 +176,14 @@ class Metric:
             vectors = self.fusion.embed(unique, [names] * len(unique))
             stacked = torch.stack([vectors[index] for index in position])
         return stacked[:, 0] if _is_one_aspect(aspects) else stacked
+
+    def check_aspect(self, aspect: str | None) -> None:
+        """Refuse an aspect that could not be scored, without scoring anything.
+
+        Raises:
+            TPIPSError: it is too long, no text, or holds a control token of the model.
+        """
+        self.fusion.prompts.full(aspect)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Metric:
         """Move or convert the weights in place; returns the metric itself.

@@ -153,6 +153,29 @@ class PromptTokenizer:
                 )
 
 
+class TextFirstPrompts(PromptTokenizer):
+    """Mid and early fusion's prompts: the aspect stands before the images, which therefore see it.
+
+    Args: see `PromptTokenizer`.
+
+    Raises:
+        TPIPSError: a chat template that puts an image before the text.
+    """
+
+    def __init__(self, tokenizer: Any, fusion: str, image_token_id: int, chat_template: str | None = None) -> None:
+        super().__init__(tokenizer, fusion, image_token_id, chat_template)
+        plain, probe = (ids[: ids.index(image_token_id)] for ids in (self.full(None), self.full("x")))
+        if plain == probe:
+            raise TPIPSError(
+                f"The tokens before the image do not depend on the aspect; {fusion} fusion needs a chat template "
+                "that keeps the text before the image."
+            )
+
+    def text(self, aspect: str | None) -> tuple[int, ...]:
+        """Ids of the conversation without the image placeholders."""
+        return tuple(token for token in self.full(aspect) if token != self.image_token_id)
+
+
 class SplitPrompts(PromptTokenizer):
     """Late fusion's prompts, cut where aspects begin to differ: a prefix that all share, and a suffix each.
 

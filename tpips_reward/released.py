@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ from torch import Tensor
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import empty_backbone, fill, has_processor_files, listing, read_json, stored_weights
 from tpips_reward.errors import TPIPSError
-from tpips_reward.fusion.late import LateFusion
+from tpips_reward.fusion import EarlyFusion, LateFusion, MidFusion
+from tpips_reward.fusion.base import FusionModule, accumulation_dtype
+from tpips_reward.fusion.distance import DEFAULT_PROBES
 
 FAMILY = "qwen3_vl_embed"
 DEFAULT_INSTRUCTION = "Represent the user's input."
+WITH_ADAPTERS = "channel_lora"
+_FAMILIES = ("activation_dist_", "similarity_")
 _LANGUAGE, _VISUAL = "language_model.", "visual."
 _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
@@ -26,24 +31,63 @@ _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 class Layout:
     """Where a fusion's file keeps the towers, and what makes a fusion of the filled backbone.
 
-    `own` are the prefixes of parameters beside the towers; they go to `build` together with the config.
-    `lora_targets` are the linear layers of a decoder layer that training adapts.
+    `own` are the prefixes of parameters beside the towers. `lora_targets` are the linear layers of a decoder layer that
+    training adapts. `build` reads the fusion's options from the config; its own parameters are filled in afterwards.
     """
 
     language: str
     visual: str
     own: tuple[str, ...]
     lora_targets: tuple[str, ...]
-    build: Callable[[Backbone, dict[str, Tensor], dict[str, Any]], Any] | None
+    build: Callable[[Backbone, dict[str, Any]], FusionModule]
 
 
-def _build_late(backbone: Backbone, own: dict[str, Tensor], config: dict[str, Any]) -> LateFusion:
-    pooling, instruction = config.get("similarity_pooling", "last_token"), config.get("instruction")
-    if pooling != "last_token":
-        raise TPIPSError(f"similarity_pooling {pooling!r} is not supported in this version; only 'last_token' is.")
-    if instruction not in (None, DEFAULT_INSTRUCTION):
-        raise TPIPSError(f"The instruction {instruction!r} is not supported; only {DEFAULT_INSTRUCTION!r} is.")
+def _build_late(backbone: Backbone, config: dict[str, Any]) -> LateFusion:
     return LateFusion(backbone)
+
+
+def _build_mid(backbone: Backbone, config: dict[str, Any]) -> MidFusion:
+    return MidFusion(
+        backbone,
+        probe_layers=config.get("activation_dist_layers"),
+        num_probes=config.get("activation_dist_num_probes", DEFAULT_PROBES),
+        text_pool=config.get("activation_dist_text_pool", "mean"),
+    )
+
+
+def _build_early(backbone: Backbone, config: dict[str, Any]) -> EarlyFusion:
+    return EarlyFusion(backbone)
+
+
+# Options that change what a score means, and the values that are supported; those of None are checked where they are
+# used. What is not listed here and looks like such an option is refused: it cannot be known what it does.
+_OPTIONS: dict[str, tuple[Any, ...] | None] = {
+    "similarity_pooling": ("last_token",),
+    "instruction": (None, DEFAULT_INSTRUCTION),
+    "activation_dist_text_cond": (True,),
+    "activation_dist_tuning": (WITH_ADAPTERS, "channel"),
+    "activation_dist_text_pool": None,
+    "activation_dist_num_probes": None,
+    "activation_dist_layers": None,
+}
+
+
+def check_options(config: dict[str, Any], where: str) -> None:
+    """Refuse options of a released config.json that are not supported, before any weights are read.
+
+    Raises:
+        TPIPSError: names the option, its value, and what is supported.
+    """
+    for name, value in config.items():
+        if name not in _OPTIONS:
+            if name.startswith(_FAMILIES):
+                known = ", ".join(option for option in _OPTIONS if option.startswith(_FAMILIES))
+                raise TPIPSError(f"{where}: the option {name} is unknown; known are {known}.")
+            continue
+        supported = _OPTIONS[name]
+        if supported is not None and not any(type(value) is type(one) and value == one for one in supported):
+            shown = " or ".join(json.dumps(one) for one in supported)
+            raise TPIPSError(f"{where}: {name} {value!r} is not supported in this version; only {shown} is.")
 
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -58,10 +102,10 @@ LAYOUTS: dict[str, Layout] = {
         "extractor.backbone.base_model.model.model.visual.",
         ("head.",),
         _ATTENTION + _OUTPUT,
-        None,
+        _build_mid,
     ),
     "early_fusion": Layout(
-        "backbone.language_model.", "backbone.visual.", ("register_embed.",), _ATTENTION + _OUTPUT + _MLP, None
+        "backbone.language_model.", "backbone.visual.", ("register_embed.",), _ATTENTION + _OUTPUT + _MLP, _build_early
     ),
 }
 
@@ -73,7 +117,7 @@ def is_released_layout(folder: Path) -> bool:
 
 def load_released(
     folder: Path, find_backbone: Callable[[str, bool], Path], dtype: torch.dtype, merge_lora: bool = True
-) -> Any:
+) -> FusionModule:
     """A fusion from a released checkpoint, on the CPU.
 
     Args:
@@ -89,6 +133,7 @@ def load_released(
     if not isinstance(config, dict):
         raise TPIPSError(f"{folder / 'config.json'} has no 'model' section; it is no TPIPS checkpoint.")
     layout = _layout(config, folder)
+    check_options(config, str(folder / "config.json"))
     where = str(folder / "model.pt")
     towers, own = _split(read_state(folder / "model.pt"), layout, where)
     partial = [tower for tower in (_LANGUAGE, _VISUAL) if not _has_base_weights(towers, tower)]
@@ -103,17 +148,17 @@ def load_released(
         rank, alpha = _rank_and_alpha(config, adapted, towers)
         towers = fold_lora(towers, alpha / rank, dtype)
     fill(backbone.model, {name: value.to(dtype) for name, value in towers.items()}, where)
-    assert layout.build is not None
-    return layout.build(backbone, own, config)
+    with torch.device("meta"):  # no random numbers are drawn for parameters that are assigned next
+        fusion = layout.build(backbone, config)
+    wide = accumulation_dtype(dtype)
+    fusion.load_own({name: value.to(wide) for name, value in own.items()}, where)
+    return fusion
 
 
 def _layout(config: dict[str, Any], folder: Path) -> Layout:
     kind, family = config.get("type"), config.get("backbone_family", FAMILY)
     if kind not in LAYOUTS:
         raise TPIPSError(f"{folder} is of type {kind!r}; known types are {', '.join(LAYOUTS)}.")
-    if LAYOUTS[kind].build is None:
-        ready = ", ".join(name for name, layout in LAYOUTS.items() if layout.build)
-        raise TPIPSError(f"{folder} is of type {kind!r}, which is not implemented in this version; {ready} is.")
     if family != FAMILY:
         raise TPIPSError(f"{folder} has the backbone family {family!r}; only {FAMILY!r} is supported.")
     return LAYOUTS[kind]
@@ -172,6 +217,7 @@ def check_lora(
     if lonely:
         raise TPIPSError(f"{where} has only one half of the adapters of {listing(lonely)}; the file is incomplete.")
     wants_lora = bool(config.get("use_lora", True)) and not config.get("full_finetune", False)
+    wants_lora = wants_lora and config.get("activation_dist_tuning", WITH_ADAPTERS) == WITH_ADAPTERS
     if wants_lora and not adapted:
         raise TPIPSError(f"{where} holds no LoRA adapters, which config.json asks for; without them it is untrained.")
     if not adapted:

@@ -30,6 +30,18 @@ def metric() -> Metric:
 
 
 @pytest.fixture(scope="session")
+def mid_metric() -> Metric:
+    """As `metric`, with mid fusion."""
+    return load_metric(PARITY / "activation_dist", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def early_metric() -> Metric:
+    """As `metric`, with early fusion."""
+    return load_metric(PARITY / "early_fusion", device="cpu")
+
+
+@pytest.fixture(scope="session")
 def photos() -> dict[str, Image.Image]:
     return {path.stem: Image.open(path).convert("RGB") for path in sorted((PARITY / "images").glob("*.png"))}
 
@@ -42,9 +54,8 @@ def crops(photos: dict[str, Image.Image]) -> list[Tensor]:
 
 @pytest.fixture(scope="session")
 def cases() -> list[dict[str, Any]]:
-    """What the released package gives for late fusion."""
-    content = json.loads((PARITY / "expected.json").read_text())
-    return [case for case in content["cases"] if case["model"] == "embedding"]
+    """What the released package gives, for all fusions."""
+    return json.loads((PARITY / "expected.json").read_text())["cases"]
 
 
 @pytest.fixture(autouse=True)

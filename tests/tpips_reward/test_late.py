@@ -184,6 +184,7 @@ def test_block_mask():
 def test_budget_groups():
     assert split_by_budget([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
     assert split_by_budget([1, 2, 4], 6, padded=True) == [[0, 1], [2]]
+    assert split_by_budget([4, 5, 8, 9, 40, 41], 1000, padded=True) == [[0, 1, 2], [3], [4, 5]]
     lengths = np.random.default_rng(0).integers(1, 50, 100).tolist()
     groups = split_by_budget(lengths, 64, padded=True)
     assert [index for group in groups for index in group] == list(range(100))

@@ -127,7 +127,7 @@ def test_a_damaged_state_dict_is_an_error(released, damage):
     "fields, message",
     [
         ({"type": "something"}, "type 'something'; known types are embedding"),
-        ({"type": "early_fusion"}, "not implemented in this version"),
+        ({"type": "early_fusion"}, "unexpected weights"),
         ({"backbone_family": "llava"}, "family 'llava'"),
         ({"similarity_pooling": "mean"}, "similarity_pooling 'mean'"),
         ({"instruction": "Do this."}, "instruction 'Do this.'"),

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpips_reward.backbone import Backbone, ImageFeatures, split_by_budget
+from tpips_reward.backbone import ImageFeatures, split_by_budget
 from tpips_reward.errors import TPIPSError
+from tpips_reward.fusion.base import FusionModule
 from tpips_reward.prompts import SplitPrompts, normalize_aspect
 
-DEFAULT_TOKEN_BUDGET = 32768
 # A packed sequence is cut when its suffixes alone exceed this: the mask grows with the square of the length.
 MAX_SUFFIX_TOKENS = 512
 
@@ -98,13 +98,8 @@ def block_mask(segments: Tensor) -> Tensor:
     return ((same | (segments == 0)[:, None, :]) & causal).unsqueeze(1)
 
 
-class LateFusion(nn.Module):
-    """Late fusion on a Qwen3-VL backbone.
-
-    Args:
-        model: a transformers `Qwen3VLModel`, or a ready `Backbone`.
-        tokenizer, settings, chat_template, processor: see `Backbone`; not needed with a ready one.
-    """
+class LateFusion(FusionModule):
+    """Late fusion on a Qwen3-VL backbone; arguments as `FusionModule`."""
 
     kind = "late"
     range = (-1.0, 1.0)
@@ -117,16 +112,11 @@ class LateFusion(nn.Module):
         chat_template: str | None = None,
         processor: Any = None,
     ) -> None:
-        super().__init__()
-        if isinstance(model, Backbone):
-            self.backbone = model
-        else:
-            self.backbone = Backbone(model, tokenizer, settings or processor, chat_template, processor)
+        super().__init__(model, tokenizer, settings, chat_template, processor)
         config = self.backbone.config
         self.prompts = SplitPrompts(
             self.backbone.tokenizer, config.image_token_id, config.vision_end_token_id, self.backbone.chat_template
         )
-        self.token_budget = DEFAULT_TOKEN_BUDGET
 
     def forward(self, images: list[Tensor], aspects: Sequence[Sequence[str | None]]) -> list[Tensor]:
         """Same as `embed`, so that distributed wrappers work."""

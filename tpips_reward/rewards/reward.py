@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,6 +108,14 @@ class TPIPSReward:
             raise TPIPSError("device and dtype are for a metric given by name; move the metric object itself instead.")
         else:
             self.metric = metric
+        guessed = gate_threshold is None and not getattr(self.metric, "is_calibrated", True)
+        if guessed and gate != "none" and any(item.mode in ("preserve", "edit") for item in self.spec.items):
+            warnings.warn(
+                f"This metric does not say how far a true edit moves an aspect; the gate opens at the rough value "
+                f"{self.metric.change_scale:g}. Measure the target change of good edits (terms['change'] of the output) and "
+                "pass what nine in ten of them exceed as gate_threshold.",
+                stacklevel=2,
+            )
         lowest, highest = self.metric.range
         typical = self.metric.change_scale if gate_threshold is None else gate_threshold
         self.gate = Gate(gate, typical, gate_weight)
@@ -118,6 +127,20 @@ class TPIPSReward:
         if kind not in ("preserve", "target"):
             raise TPIPSError(f"Aspects are of kind 'preserve' or 'target', not {kind!r}.")
         return any(kind in MODES[item.mode].needs for item in self.spec.items)
+
+    def check_aspects(self, preserve: Sequence[str], target: Sequence[str] = ()) -> None:
+        """Refuses what a call would refuse for one sample's aspects; nothing is measured.
+
+        Raises:
+            TPIPSError: empty, doubled, contradictory or over-long aspects, control tokens in them, or none of a kind that
+                the mode needs.
+        """
+        kept, changed = aspect_lists([list(preserve)], 1, "preserve"), aspect_lists([list(target)], 1, "target")
+        self._check_aspects(kept, changed, [None])
+        check = getattr(self.metric, "check_aspect", None)
+        if check is not None:
+            for aspect in [*kept[0], *changed[0]]:
+                check(aspect)
 
     def __call__(
         self,

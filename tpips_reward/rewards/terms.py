@@ -18,11 +18,11 @@ from tpips_reward.errors import TPIPSError
 
 @dataclass(frozen=True)
 class Scale:
-    """What a metric's numbers mean: its range, and how far a true edit typically moves an aspect that it changes."""
+    """What a metric's numbers mean: its range, and the change in an aspect from which on an image counts as edited."""
 
     lowest: float
     highest: float
-    typical_change: float
+    change_scale: float
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.highest) and self.lowest < self.highest):
@@ -30,10 +30,10 @@ class Scale:
                 f"The metric's range ({self.lowest}, {self.highest}) has no finite upper end above its lower end; "
                 "a reward needs to know the similarity of two equal images."
             )
-        if not (math.isfinite(self.typical_change) and self.typical_change > 0):
+        if not (math.isfinite(self.change_scale) and self.change_scale > 0):
             raise TPIPSError(
-                f"The change scale {self.typical_change!r} is not a positive number; pass gate_threshold=<a true "
-                "edit's typical change> or a metric that states change_scale."
+                f"The change scale {self.change_scale!r} is not a positive number; pass gate_threshold=<the "
+                "change that nine in ten good edits exceed> or a metric that states change_scale."
             )
 
     def change(self, similarity: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ class Scale:
 
     def unit(self, similarity: Tensor) -> Tensor:
         """A similarity on [0, 1]: 1 for equal images. Bounded ranges are clamped to [0, highest] and divided by it;
-        unbounded ones fall as exp(-change / typical_change)."""
+        unbounded ones fall as exp(-change / change_scale)."""
         if math.isinf(self.lowest) or self.highest <= 0:
-            return torch.exp(-self.change(similarity).clamp(min=0) / self.typical_change)
+            return torch.exp(-self.change(similarity).clamp(min=0) / self.change_scale)
         return (similarity / self.highest).clamp(0, 1)
 
 
@@ -66,9 +66,13 @@ class SampleMeans:
 
 
 def preserve_term(means: SampleMeans, scale: Scale, gate_weight: float) -> Tensor:
-    """p - gate_weight * (1 - g); plain p for samples without target aspects or with gate_weight 0."""
+    """p - gate_weight * (1 - g); plain p for samples without target aspects or with gate_weight 0.
+
+    A minus distance is brought to [0, 1] first: its size says nothing beside a weight of about one.
+    """
     penalty = gate_weight * (1 - means.gate)
-    return means.preserve - torch.where(means.has_target, penalty, torch.zeros_like(penalty))
+    kept = scale.unit(means.preserve) if math.isinf(scale.lowest) else means.preserve
+    return kept - torch.where(means.has_target, penalty, torch.zeros_like(penalty))
 
 
 def target_term(means: SampleMeans, scale: Scale, gate_weight: float) -> Tensor:

@@ -1,0 +1,104 @@
+"""What all fusions share: the backbone, and parameters of a fusion's own beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpips_reward.backbone import Backbone
+from tpips_reward.backbone_files import check_keys
+from tpips_reward.errors import TPIPSError
+
+DEFAULT_TOKEN_BUDGET = 32768
+# Vision features that mid and early fusion hold at one time, in tokens of the language tower.
+FEATURE_BUDGET = 65536
+_BACKBONE = "backbone"
+
+
+class FusionModule(nn.Module):
+    """A fusion on a Qwen3-VL backbone; subclasses say how two images and an aspect become a score.
+
+    Parameters beside the backbone stay float32 when the rest is converted to bfloat16, as released files store them.
+
+    Args:
+        model: a transformers `Qwen3VLModel`, or a ready `Backbone`.
+        tokenizer, settings, chat_template, processor: see `Backbone`; not needed with a ready one.
+    """
+
+    kind: str
+    range: tuple[float, float]
+    # of the softmax that turns similarities into a choice (paper, Eq. 1 and table 9): the scale of the similarities
+    temperature: float = 0.05
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        settings: Any = None,
+        chat_template: str | None = None,
+        processor: Any = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, Backbone):
+            self.backbone = model
+        else:
+            self.backbone = Backbone(model, tokenizer, settings or processor, chat_template, processor)
+        self.token_budget = DEFAULT_TOKEN_BUDGET
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that, with the backbone, build this fusion again; JSON values."""
+        return {}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The parameters that are not the backbone's, by name."""
+        return {name: value for name, value in self.state_dict().items() if not name.startswith(_BACKBONE + ".")}
+
+    def load_own(self, weights: Mapping[str, Tensor], where: str) -> None:
+        """Give the parameters that are not the backbone's their values (assigned, not copied).
+
+        Args:
+            weights: float32, or float64 for a float64 backbone.
+            where: the file, for messages.
+
+        Raises:
+            TPIPSError: missing or unexpected names, shapes that do not fit, numbers that are not finite.
+        """
+        expected = self.own_state()
+        check_keys(expected, weights, where)
+        for name, value in expected.items():
+            given = weights[name]
+            if given.shape != value.shape:
+                raise TPIPSError(
+                    f"{where}: {name} has shape {tuple(given.shape)}, {self.kind} fusion needs {tuple(value.shape)} "
+                    "here; weights and config do not belong together."
+                )
+            if not bool(given.isfinite().all()):
+                raise TPIPSError(f"{where}: {name} holds NaN or infinite numbers; the file is damaged.")
+        self.load_state_dict(dict(weights), strict=False, assign=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusionModule:
+        def keep_wide(value: Tensor) -> Tensor:
+            changed = fn(value)
+            return value.to(changed.device, torch.float32) if changed.dtype == torch.bfloat16 else changed
+
+        for name, child in self.named_children() if recurse else ():
+            child._apply(fn if name == _BACKBONE else keep_wide)
+        return self
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of cosines and distances: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_pairs(pairs: Sequence[tuple[int, int, str | None]], count: int) -> None:
+    """Refuse an empty list of pairs, and indices that name none of `count` images."""
+    if not pairs:
+        raise TPIPSError("score_pairs got no pairs; give at least one (index, index, aspect).")
+    for position, (left, right, _) in enumerate(pairs):
+        if not (0 <= left < count and 0 <= right < count):
+            raise TPIPSError(f"pairs[{position}] names the images {left} and {right}, but there are only {count}.")
