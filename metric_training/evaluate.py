@@ -1,49 +1,54 @@
-"""Agreement of a metric with odd-one-out votes (paper, §5): vote share of the image that the metric calls odd.
+"""Agreement of metrics with odd-one-out and 2AFC votes (paper, §5): vote share of the choice that a metric makes.
 
     python -m metric_training.evaluate --metric builtin:late --triplets 1000
+    python -m metric_training.evaluate --metric released:late --metric lpips --metric ssim \\
+        --data sywang/tpips-odd-one-out --output_dir runs/evaluation
+
+The first compares one metric, on simulated votes, with pixel L2 and its own architecture untrained. With `--data`, or
+with several metrics, everything goes through `metric_training.evaluation` (docs/data.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from metric_training.builtin_model import build_late_fusion
-from metric_training.data.triplets import Triplet, sample_triplet
-from metric_training.data.votes import PAIRS, Voters
+from metric_training.data.procedural import KINDS, TEST_SEED, held_out_triplets
+from metric_training.data.sources import DataOptions, load_data
+from metric_training.data.triplets import Triplet
+from metric_training.data.votes import PAIRS
+from metric_training.evaluation.baselines import BASELINES, UNTRAINED, load_judge
+from metric_training.evaluation.report import as_markdown as report_markdown
+from metric_training.evaluation.report import write_file, write_report
+from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.scenes import to_tensor
 
+__all__ = [
+    "TEST_SEED",
+    "Judge",
+    "as_markdown",
+    "compare",
+    "held_out_triplets",
+    "main",
+    "metric_judge",
+    "pixel_judge",
+    "score_triplets",
+]
+
 #: Triplet → (A, 3) similarities in the order of the image left out.
 Judge = Callable[[Triplet], Tensor]
-
-#: The seed of the test set; training data come from other streams, whatever their seed.
-TEST_SEED = 2607
-
-
-def held_out_triplets(count: int, *, seed: int = TEST_SEED, split: str = "train", size: int = 64) -> list[Triplet]:
-    """Fresh triplets, from a stream that training never draws from.
-
-    Args:
-        count: how many.
-        seed: of the set.
-        split: whether aspects are named in wordings of training ("train") or in ones never trained on ("test").
-        size: side in pixels.
-    """
-    if count < 1:
-        raise TPIPSError(f"A test set needs at least one triplet, not {count}.")
-    return [
-        sample_triplet(np.random.default_rng([seed, 7, i]), split=split, voters=Voters(), size=size) for i in range(count)
-    ]
 
 
 def metric_judge(metric: Metric) -> Judge:
@@ -69,7 +74,8 @@ def score_triplets(judge: Judge, triplets: Sequence[Triplet]) -> dict[str, Any]:
     """Agreement and consensus over all (triplet, aspect) examples.
 
     Returns:
-        "agreement", "standard_error", "consensus", "examples", and "per_aspect": agreement, consensus and count by plain name.
+        "agreement", "standard_error", "consensus", "examples", and "per_aspect": agreement, consensus and count by
+        plain name.
 
     Raises:
         TPIPSError: when the judge gives a similarity that is not finite.
@@ -79,7 +85,9 @@ def score_triplets(judge: Judge, triplets: Sequence[Triplet]) -> dict[str, Any]:
         votes = torch.from_numpy(triplet.votes)
         similarities = judge(triplet).cpu()
         if not torch.isfinite(similarities).all():
-            raise TPIPSError(f"The metric gave a similarity that is not finite on triplet {number}; nothing was scored.")
+            raise TPIPSError(
+                f"The metric gave a similarity that is not finite on triplet {number}; nothing was scored."
+            )
         scores.append(agreement(similarities, votes))
         crowds.append(consensus(votes))
         names += list(triplet.aspects)
@@ -125,20 +133,105 @@ def as_markdown(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Agreement of metrics with human or simulated votes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="With one metric and no --data: that metric on known and on new wordings, pixel L2, and it untrained.",
+    )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        help=f"anything that load_metric takes, {UNTRAINED}SOURCE, {', '.join(BASELINES)}; several by repeating it "
+        "(default: builtin:late)",
+    )
+    parser.add_argument("--triplets", type=int, default=1000, help="comparisons in a procedural test set")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        help=f"{', '.join(KINDS)} (photographs:FOLDER for your own), a JSONL, CSV or Parquet file, a folder, a Hub id",
+    )
+    data.add_argument("--split", default="test", help="of a set with several splits")
+    data.add_argument("--image_root", help="where relative image paths start (default: the file's folder)")
+    data.add_argument("--task", choices=["odd_one_out", "two_afc"], help="of a set from files (default: by columns)")
+    data.add_argument("--columns", help="2AFC columns by role: reference=photo,candidate_0=left,candidate_1=right")
+    data.add_argument("--limit", type=int, help="at most so many comparisons of a set from files")
+    data.add_argument("--wordings", choices=["train", "test"], default="train", help="of a procedural set")
+    data.add_argument("--seed", type=int, default=TEST_SEED, help="of a procedural set")
+    data.add_argument("--revision", help="of a data set on the Hub")
+    data.add_argument("--strict", action="store_true", help="stop at the first bad row or image")
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--output_dir", type=Path, help="write report.md, report.json, thresholds.csv, thresholds.png there"
+    )
+    run.add_argument("--device", help="cpu, cuda ... (default: the GPU if there is one)")
+    run.add_argument("--dtype", help="of the metrics (default: float32 on the CPU, else bfloat16)")
+    run.add_argument("--images_per_call", type=int, default=DEFAULT_IMAGES_PER_CALL, help="distinct images at once")
+    run.add_argument("--bootstrap", type=int, default=1000, help="resamples for the intervals")
+    return parser
+
+
+def _columns(text: str | None) -> dict[str, str]:
+    pairs = [part.partition("=") for part in (text or "").split(",") if part.strip()]
+    bad = [role for role, equals, column in pairs if not equals or not column.strip()]
+    if bad:
+        raise TPIPSError(f"--columns has {bad[0]!r}; write role=column, separated by commas.")
+    return {role.strip(): column.strip() for role, _, column in pairs}
+
+
+def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[str, Any]:
+    """The evaluation that the command line asks for; problems of the data go to stderr."""
+    for name in ("triplets", "images_per_call", "bootstrap", *(["limit"] if options.limit is not None else [])):
+        if getattr(options, name) < 1:
+            raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    data = load_data(
+        options.data or "procedural",
+        DataOptions(
+            count=options.triplets,
+            seed=options.seed,
+            wordings=options.wordings,
+            split=options.split,
+            image_root=options.image_root,
+            strict=options.strict,
+            revision=options.revision,
+            task=options.task,
+            columns=_columns(options.columns),
+            limit=options.limit,
+        ),
+    )
+    if data.problems.found:
+        print(data.problems.describe(), file=sys.stderr)
+    return evaluate(
+        [partial(load_judge, name, device=options.device, dtype=options.dtype) for name in metrics],
+        data,
+        images_per_call=options.images_per_call,
+        draws=options.bootstrap,
+        strict=options.strict,
+        progress=sys.stderr.isatty(),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Agreement of a metric with simulated odd-one-out votes.")
-    parser.add_argument("--metric", default="builtin:late", help="anything that load_metric takes")
-    parser.add_argument("--triplets", type=int, default=1000, help="triplets in each test set")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    parser = _parser()
     options = parser.parse_args(arguments)
+    metrics: list[str] = options.metric or ["builtin:late"]
+    simple = options.data is None and options.output_dir is None and len(metrics) == 1
+    simple = simple and metrics[0] not in BASELINES and not metrics[0].startswith(UNTRAINED)
     try:
-        results = compare(load_metric(options.metric), options.triplets)
+        if simple:
+            results = compare(load_metric(metrics[0], device=options.device, dtype=options.dtype), options.triplets)
+        else:
+            results = run_evaluation(options, metrics)
+        print(as_markdown(results) if simple else report_markdown(results))
+        if options.output:
+            write_file(options.output, (json.dumps(results, indent=1) + "\n").encode())
+        if options.output_dir:
+            write_report(options.output_dir, results)
+            print(f"\nWritten to {options.output_dir}")
     except TPIPSError as error:
         parser.exit(2, f"error: {error}\n")
-    print(as_markdown(results))
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

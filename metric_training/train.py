@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from trl import TrlParser
@@ -31,6 +32,7 @@ from metric_training.data.votes import Voters
 from metric_training.evaluate import held_out_triplets, metric_judge, score_triplets
 from metric_training.losses import odd_one_out_loss, pair_similarities
 from tpips_reward import Metric, TPIPSError
+from tpips_reward.files import write_atomic, write_text
 from tpips_reward.fusion.late import LateFusion
 from tpips_reward.scenes import Scene, render, sample_scene, to_tensor
 
@@ -82,6 +84,10 @@ class TrainConfig:
     eval_triplets: int = 200
     resume: bool = field(default=False)
     overwrite: bool = field(default=False)
+
+
+#: Settings that may differ between a run and its continuation.
+RESUMABLE = frozenset({"output_dir", "resume", "overwrite", "save_every", "eval_every", "eval_triplets"})
 
 
 def learning_rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
@@ -153,23 +159,57 @@ def step_rng(config: TrainConfig, stage: int, step: int, rank: int) -> np.random
 
 def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Writes ``checkpoint.pt`` atomically."""
-    temporary = folder / "checkpoint.pt.tmp"
-    torch.save(state, temporary)
-    os.replace(temporary, folder / "checkpoint.pt")
+    write_atomic(folder / "checkpoint.pt", lambda path: torch.save(state, path))
 
 
-def prepare_folder(config: TrainConfig) -> tuple[Path, dict[str, Any] | None]:
-    """The output folder, and the checkpoint to resume from (or None)."""
+def prepare_folder(config: TrainConfig, used_by_us: bool = False) -> tuple[Path, dict[str, Any] | None]:
+    """The output folder, and the checkpoint to resume from (or None).
+
+    Args:
+        used_by_us: whether another process of this run may have written to the folder already.
+
+    Raises:
+        TPIPSError: a folder in use, or a checkpoint that is missing, damaged, or of other settings.
+    """
     folder = Path(config.output_dir)
     checkpoint = folder / "checkpoint.pt"
     if config.resume and not checkpoint.exists():
         raise TPIPSError(f"--resume was given, but {checkpoint} does not exist; leave --resume out to start.")
-    if not config.resume and not config.overwrite and folder.exists() and any(folder.iterdir()):
+    free = config.resume or config.overwrite or used_by_us
+    if not free and folder.exists() and any(folder.iterdir()):
         raise TPIPSError(f"The output folder {folder} is not empty; give --resume to go on or --overwrite to start anew.")
     folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:
         return folder, None
-    return folder, torch.load(checkpoint, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise TPIPSError(f"The checkpoint {checkpoint} cannot be read ({error}); start anew with --overwrite.") from error
+    for name, value in asdict(config).items():
+        if name not in RESUMABLE and saved["config"].get(name) != value:
+            raise TPIPSError(
+                f"The checkpoint {checkpoint} was made with {name}={saved['config'].get(name)!r}, not {value!r}; resume with "
+                "the same settings, or start anew in another --output_dir."
+            )
+    return folder, saved
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuses numbers with which a run could not work.
+
+    Raises:
+        TPIPSError: naming the setting, its value and what it must be.
+    """
+    lowest = {
+        "seed": 0, "vision_steps": 0, "steps": 1, "vision_batch_size": 1, "batch_size": 1, "voters": 1, "max_aspects": 3,
+        "save_every": 1, "eval_every": 1, "eval_triplets": 1, "weight_decay": 0, "attribute_weight": 0, "warmup_ratio": 0,
+    }  # fmt: skip
+    for name, low in lowest.items():
+        if not low <= getattr(config, name) < math.inf:
+            raise TPIPSError(f"{name} must be at least {low}, not {getattr(config, name)!r}.")
+    for name in ("learning_rate", "vision_learning_rate", "max_grad_norm", "temperature"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise TPIPSError(f"{name} must be a number above 0, not {getattr(config, name)!r}.")
 
 
 def schedule(config: TrainConfig, start: int) -> Iterator[tuple[int, int, int, float]]:
@@ -195,15 +235,27 @@ def validate(late: LateFusion, triplets: list[Triplet]) -> dict[str, float]:
 
 def start_log(path: Path, start: int) -> None:
     """Drops the lines of steps that a resumed run will do again."""
-    lines = path.read_text().splitlines() if path.exists() and start else []
-    kept = [line for line in lines if json.loads(line)["step"] <= start]
-    path.write_text("".join(f"{line}\n" for line in kept))
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() and start else []:
+        try:
+            if json.loads(line)["step"] <= start:
+                kept.append(line)
+        except ValueError:  # a kill cut the last line off; its step is done again
+            break
+    write_text(path, "".join(f"{line}\n" for line in kept))
 
 
 def main(config: TrainConfig) -> None:
     """Trains, and leaves checkpoint.pt (for --resume and metric_training.export) and log.jsonl in the output folder."""
-    accelerator = Accelerator()
-    folder, saved = prepare_folder(config)
+    check_config(config)
+    accelerator = Accelerator(
+        # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
+        cpu=not torch.accelerator.is_available(),
+        # The first stage leaves the language tower unused.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    with accelerator.main_process_first():
+        folder, saved = prepare_folder(config, used_by_us=not accelerator.is_main_process)
     late = build_late_fusion(config.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed + 1)
@@ -267,4 +319,7 @@ def main(config: TrainConfig) -> None:
 
 if __name__ == "__main__":
     (arguments,) = TrlParser((TrainConfig,)).parse_args_and_config()
-    main(arguments)
+    try:
+        main(arguments)
+    except TPIPSError as error:
+        sys.exit(f"error: {error}")

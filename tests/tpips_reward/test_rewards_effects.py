@@ -45,7 +45,8 @@ def test_a_true_edit_is_worth_more_than_any_cheat(table, column, cheat):
 @needs_builtin
 @pytest.mark.parametrize("column", ["p", "tpips:preserve", "tpips:edit"])
 def test_drift_in_other_aspects_costs(table, column):
-    assert table["true edit, drifted"][column] < table["true edit"][column] - 0.02
+    assert table["true edit, drifted"][column] < table["true edit"][column] - 0.005
+    assert column == "p" or table["true edit, drifted"]["wins" if column == "tpips:preserve" else "wins (edit)"] > 0.85
 
 
 @needs_builtin
