@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from diffusers import QwenImageEditPipeline
 
+from rl_recipes.builtin.command import one_line_errors
 from rl_recipes.builtin.data import held_out_edits
 from rl_recipes.builtin.pictures import save_grid
 from rl_recipes.editors import load_editor
@@ -143,4 +144,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

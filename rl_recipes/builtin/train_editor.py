@@ -1,13 +1,14 @@
 """Trains the built-in editor by flow matching on procedural edits whose targets drift now and then.
 
-    python -m rl_recipes.builtin.train_editor --vae runs/vae/vae --minutes 35 --output runs/editor
+    python -m rl_recipes.builtin.train_editor --vae runs/vae/vae --minutes 65 --output runs/editor
+    python -m rl_recipes.builtin.train_editor --vae runs/vae/vae --start_from runs/editor --drift_probability 0.85
+        --peak_lr 1.5e-3 --minutes 14 --output runs/drifting_editor
 
-writes `runs/editor/editor/` (a `QwenImageEditPipeline` folder in bfloat16), `figures.json` and `edits.png`.
+The first learns to edit, the second, from its weights, to drift more often. Each writes `editor/` (a `QwenImageEditPipeline` folder in bfloat16), `figures.json` and `edits.png`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import time
@@ -22,6 +23,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline
 from torch import Tensor
 
 from rl_recipes.builtin.budget import Budget, learning_rate, load_state, save_state
+from rl_recipes.builtin.command import chosen_settings, one_line_errors, run_training, training_parser
 from rl_recipes.builtin.components import (
     build_pipeline,
     build_scheduler,
@@ -36,7 +38,7 @@ from rl_recipes.builtin.measure_editor import IMAGE_SIZE, measure_editor, save_e
 from rl_recipes.builtin.muon import Muon
 from rl_recipes.builtin.pool import LatentPool
 from rl_recipes.editors.single_frame import enable_single_frame
-from rl_recipes.runs import Interrupted, StopSignal, write_json
+from rl_recipes.runs import Interrupted, StopSignal, read_json, write_json
 from rl_recipes.seeds import generator
 from tpips_reward.errors import TPIPSError
 
@@ -65,7 +67,7 @@ class EditorSettings:
     """
 
     seed: int = 0
-    num_layers: int = 3
+    num_layers: int = 4
     num_heads: int = 4
     batch_size: int = 24
     peak_lr: float = 3e-3
@@ -77,7 +79,7 @@ class EditorSettings:
     pairs_a_step: int = 6
     max_pairs: int = 24_000
     ema: float = 0.998
-    kind_weights: str = '{"shape": 1.5}'
+    kind_weights: str = '{"shape": 1.5, "position": 2.0, "size": 1.5}'
 
 
 def make_optimizer(pipeline: QwenImageEditPipeline, lr: float) -> Muon:
@@ -154,8 +156,15 @@ def predict_velocity(
 class EditorTraining:
     """One training run; see the module for what it writes."""
 
-    def __init__(self, settings: EditorSettings, vae: AutoencoderKLQwenImage, budget: Budget, output: Path) -> None:
-        self.settings, self.budget, self.output = settings, budget, output
+    def __init__(
+        self,
+        settings: EditorSettings,
+        vae: AutoencoderKLQwenImage,
+        budget: Budget,
+        output: Path,
+        earlier: Path | None = None,
+    ) -> None:
+        self.settings, self.budget, self.output, self.earlier = settings, budget, output, earlier
         enable_single_frame(vae.eval().requires_grad_(False))
         sentences = all_instructions()
         tokenizer = build_tokenizer(sentences)
@@ -188,8 +197,11 @@ class EditorTraining:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Fits the read-out of a new transformer to a first batch; a training that resumes has no need of it."""
+        """Fits the read-out of a new transformer to a first batch, or takes the weights of an earlier training."""
         s = self.settings
+        if self.earlier is not None:
+            self.start_from(self.earlier)
+            return
         self.pool.grow(s.first_pairs)
         count = min(128, len(self.pool))
         source, target, _, instruction = self.pool.batch(torch.arange(count))
@@ -202,6 +214,16 @@ class EditorTraining:
         )
         print(f"The linear read-out at the start has a squared error of {error:.3f}.", flush=True)
         self.average.load_state_dict(self.transformer.state_dict())
+
+    def start_from(self, run: Path) -> None:
+        """Starts from the averaged weights of an earlier training, whose instructions are kept as they are."""
+        shape = {name: getattr(self.settings, name) for name in ("num_layers", "num_heads")}
+        state = load_state(run / "checkpoint.pt", shape)
+        for module in (self.transformer, self.average):
+            module.load_state_dict(state["average"])
+        self.pipeline.text_encoder.load_state_dict(state["text_encoder"])
+        self.freeze_text()
+        self.pool.grow(self.settings.first_pairs)
 
     def resume(self) -> None:
         """Continues from the checkpoint in the output folder."""
@@ -251,7 +273,7 @@ class EditorTraining:
         loss = flow_loss(self.transformer, (source, target, changed), text, noise, sigma, s.changed_weight)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.transformer.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], 1.0)
         self.optimizer.step()
         self.step += 1
         # The average follows faster at first, when old weights mean little.
@@ -267,6 +289,9 @@ class EditorTraining:
         save_pipeline(self.pipeline, self.average, folder)
         figures, edits = measure_editor(folder, seed=self.settings.seed + 2_000)
         facts = {"steps": self.step, "minutes": self.budget.seconds() / 60, "settings": asdict(self.settings)}
+        if self.earlier is not None:
+            first = read_json(self.earlier / "figures.json")
+            facts["earlier"] = {name: first[name] for name in ("steps", "minutes", "settings")}
         write_json(self.output / "figures.json", {**figures, **facts})
         save_edits(self.output / "edits.png", edits)
         return figures
@@ -300,35 +325,19 @@ class EditorTraining:
         return self.export()
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; every field of `EditorSettings` is a flag."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vae", type=Path, required=True, help="folder of the trained autoencoder")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the weights and figures")
-    parser.add_argument("--minutes", type=float, help="train for so many minutes")
-    parser.add_argument("--steps", type=int, help="train for so many steps (the same weights on every run)")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --output")
-    parser.add_argument("--export_every", type=float, default=8.0, help="minutes between versions that are written")
-    for name, default in asdict(EditorSettings()).items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    args = parse(arguments)
-    settings = EditorSettings(**{name: getattr(args, name) for name in asdict(EditorSettings())})
+    """Entry point; every field of `EditorSettings` is a flag."""
+    parser = training_parser(__doc__, EditorSettings())
+    parser.add_argument("--vae", type=Path, required=True, help="folder of the trained autoencoder")
+    parser.add_argument("--start_from", type=Path, help="output folder of an earlier training whose weights to start from")
+    parser.add_argument("--export_every", type=float, default=8.0, help="minutes between versions that are written")
+    args = parser.parse_args(arguments)
     vae = AutoencoderKLQwenImage.from_pretrained(args.vae, torch_dtype=torch.float32)
-    training = EditorTraining(settings, vae, Budget(args.steps, args.minutes), args.output)
-    if args.resume:
-        training.resume()
-    else:
-        training.start()
-    try:
-        print(json.dumps(training.run(args.export_every), indent=2))
-    except Interrupted:
-        print(f"Stopped. Go on with --resume --output {args.output}.")
+    budget = Budget(args.steps, args.minutes)
+    training = EditorTraining(chosen_settings(args, EditorSettings()), vae, budget, args.output, args.start_from)
+    run_training(training, args, lambda: training.run(args.export_every))
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -1,6 +1,6 @@
 """Trains the built-in editor's autoencoder on procedural scenes.
 
-    python -m rl_recipes.builtin.train_vae --minutes 15 --output runs/vae
+    python -m rl_recipes.builtin.train_vae --minutes 7 --output runs/vae
 
 writes `runs/vae/vae/` (diffusers format, float32, with the latents' statistics), `figures.json` and
 `reconstructions.png`.
@@ -8,8 +8,6 @@ writes `runs/vae/vae/` (diffusers format, float32, with the latents' statistics)
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 
 from rl_recipes.builtin.budget import Budget, learning_rate, load_state, save_state
+from rl_recipes.builtin.command import chosen_settings, one_line_errors, run_training, training_parser
 from rl_recipes.builtin.components import build_vae, set_latent_statistics
 from rl_recipes.builtin.data import autoencoder_batch, held_out_edits, step_rng, to_signed
 from rl_recipes.builtin.muon import Muon
@@ -53,7 +52,7 @@ class VAESettings:
 
     seed: int = 0
     base_dim: int = 16
-    z_dim: int = 16
+    z_dim: int = 8
     batch_size: int = 8
     peak_lr: float = 8e-3
     kl_weight: float = 1e-4
@@ -136,6 +135,9 @@ class VAETraining:
         kernels, others = ([p for n, p in named if n.endswith("weight") == kernel] for kernel in (True, False))
         self.optimizer = Muon(kernels, others, lr=settings.peak_lr)
 
+    def start(self) -> None:
+        """A new autoencoder needs nothing beyond its weights."""
+
     def resume(self) -> None:
         """Continues from the checkpoint in the output folder."""
         state = load_state(self.output / "checkpoint.pt", asdict(self.settings))
@@ -210,30 +212,13 @@ def write_vae(
     return figures
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; every field of `VAESettings` is a flag."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the weights and figures")
-    parser.add_argument("--minutes", type=float, help="train for so many minutes")
-    parser.add_argument("--steps", type=int, help="train for so many steps (the same weights on every run)")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --output")
-    for name, default in asdict(VAESettings()).items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    args = parse(arguments)
-    settings = VAESettings(**{name: getattr(args, name) for name in asdict(VAESettings())})
-    training = VAETraining(settings, Budget(args.steps, args.minutes), args.output)
-    if args.resume:
-        training.resume()
-    try:
-        print(json.dumps(training.run(), indent=2))
-    except Interrupted:
-        print(f"Stopped. Go on with --resume --output {args.output}.")
+    """Entry point; every field of `VAESettings` is a flag."""
+    args = training_parser(__doc__, VAESettings()).parse_args(arguments)
+    training = VAETraining(chosen_settings(args, VAESettings()), Budget(args.steps, args.minutes), args.output)
+    run_training(training, args, training.run)
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

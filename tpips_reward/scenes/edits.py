@@ -42,9 +42,14 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "background_brightness": ("make the background {value}", "turn the background {value}"),
 }
 
-_SHIFT = 0.24
+#: A quarter of the image: a whole number of an editor's tokens, so that a small one can learn to carry the object over.
+_SHIFT = 0.25
 _SCALE = 1.55
 _MARGIN = 0.24  # the object's center stays this far from the border after a move
+
+
+#: What drifts, and how often relative to the others.
+_DRIFTS = {"object color": 1.0, "background color": 1.0, "brightness": 2.0, "warmth": 2.0}
 
 
 @dataclass(frozen=True)
@@ -162,24 +167,25 @@ def with_drift(edit: Edit, rng: np.random.Generator, probability: float = 0.5) -
     """The ideal scene, with ``probability`` drifted in one or two aspects that the instruction did not ask to change.
 
     This is what the built-in editor is pre-trained on: like real editors it learns the edit, and to let other things slip.
+    Colors slip to any side, the light mostly to one: warmer and darker, as the tint that editors are known for.
     """
     scene = edit.ideal
     if rng.random() >= probability:
         return scene
-    kinds = ["object color", "background color", "brightness", "warmth"]
-    kinds = [k for k in kinds if k not in edit.target]
-    for kind in rng.permutation(kinds)[: int(rng.integers(1, 3))]:
+    kinds = [kind for kind in _DRIFTS if kind not in edit.target]
+    share = np.array([_DRIFTS[kind] for kind in kinds])
+    for kind in rng.choice(kinds, size=int(rng.integers(1, 3)), replace=False, p=share / share.sum()):
         scene = _drifted(scene, str(kind), rng)
     return scene
 
 
 def _drifted(scene: Scene, kind: str, rng: np.random.Generator) -> Scene:
-    sign = float(rng.choice([-1.0, 1.0]))
+    sign = float(rng.choice([-1.0, 1.0], p=[0.1, 0.9]))
     if kind == "object color":
         return replace(scene, color=_clip(np.asarray(scene.color) + rng.choice([-1.0, 1.0], 3) * rng.uniform(0.1, 0.25, 3)))
     if kind == "background color":
         shift = rng.choice([-1.0, 1.0], 3) * rng.uniform(0.08, 0.22, 3)
         return replace(scene, background_color=_clip(np.asarray(scene.background_color) + shift))
     if kind == "brightness":
-        return replace(scene, brightness=scene.brightness * float(np.exp(sign * rng.uniform(0.15, 0.35))))
+        return replace(scene, brightness=scene.brightness * float(np.exp(-sign * rng.uniform(0.15, 0.35))))
     return replace(scene, warmth=float(np.clip(scene.warmth + sign * rng.uniform(0.5, 1.0), -1.2, 1.2)))
