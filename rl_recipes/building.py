@@ -12,9 +12,10 @@ from accelerate.utils import is_tensorboard_available, is_trackio_available, is_
 
 from rl_recipes.config import Arguments, ConfigError
 from rl_recipes.editors import Editor, load_editor
-from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptSource
+from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptSource, Row
 from rl_recipes.runs import RunFolder
 from rl_recipes.seeds import ADAPTER, generator
+from tpips_reward import load_metric
 from tpips_reward.rewards import TPIPSReward, parse_reward
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def build_accelerator(args: Arguments) -> Accelerator:
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
         cpu=not torch.accelerator.is_available(),
         log_with=None if g.report_to == "none" else g.report_to,
-        project_dir=g.output_dir,
+        project_dir=os.path.join(g.output_dir, "logs"),
     )
     if accelerator.mixed_precision == "fp16":
         raise ConfigError("float16 overflows in log-probabilities; launch with --mixed_precision bf16 or no.")
@@ -83,11 +84,10 @@ def build_reward(args: Arguments, device: torch.device) -> TPIPSReward:
     """The reward with its metric on the device."""
     r = args.reward
     parse_reward(r.reward)
+    dtype = None if r.reward_dtype == "auto" else r.reward_dtype
     return TPIPSReward(
         r.reward,
-        metric=r.metric,
-        device=device,
-        dtype=None if r.reward_dtype == "auto" else r.reward_dtype,
+        metric=load_metric(r.metric, device=device, dtype=dtype, revision=r.metric_revision),
         gate=r.gate,
         gate_threshold=r.gate_threshold,
         gate_weight=r.gate_weight,
@@ -98,8 +98,14 @@ def build_editor(args: Arguments, device: torch.device) -> tuple[Editor, torch.o
     """The editor with a fresh adapter, and the optimizer of the adapter."""
     e, g = args.editor, args.grpo
     editor = load_editor(
-        e.editor, device=device, dtype=None if e.editor_dtype == "auto" else e.editor_dtype, resolution=e.resolution
+        e.editor,
+        device=device,
+        dtype=None if e.editor_dtype == "auto" else e.editor_dtype,
+        resolution=e.resolution,
+        revision=e.revision,
     )
+    if e.gradient_checkpointing:
+        editor.transformer.enable_gradient_checkpointing()
     parameters = editor.add_lora(e.lora_rank, e.lora_alpha, generator=generator(g.seed, ADAPTER))
     optimizer = torch.optim.AdamW(
         parameters, lr=g.learning_rate, betas=(g.adam_beta1, g.adam_beta2), weight_decay=g.weight_decay
@@ -114,13 +120,16 @@ def build_prompts(args: Arguments, editor: Editor, reward: TPIPSReward) -> tuple
     """
     g = args.grpo
     if g.data is None:
-        size = args.editor.resolution
+        size = editor.resolution
         return ProceduralPrompts(g.seed, "train", size), ProceduralPrompts(g.eval_seed, "test", size), g.eval_samples
 
-    def refuse_size(height: int, width: int) -> None:
-        editor.output_size(torch.empty((3, height, width), device="meta"))
+    def check(row: Row) -> None:
+        """What editor and reward would refuse later, when nothing could be skipped any more."""
+        editor.output_size(torch.empty((3, row.size[1], row.size[0]), device="meta"))
+        editor.check_instruction(row.instruction)
+        reward.check_aspects(row.preserve, row.target)
 
-    train = JSONLPrompts(g.data, g.on_bad_row, g.seed, reward.requires("target"), refuse_size)
+    train = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
     aimless = sum(not row.target for row in train.rows)
     if aimless:
         log.warning(

@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from rl_recipes.runs import RunError, disk_errors, sync
+from rl_recipes.runs import RunError, disk_errors
+from tpips_reward.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +60,14 @@ def save_checkpoint(
         RunError: when the disk refuses; earlier checkpoints are untouched then.
     """
     final = folder / f"step_{iteration:06d}"
-    work = folder / f".tmp-{final.name}-{os.getpid()}"
     with disk_errors(final):
+        folder.mkdir(parents=True, exist_ok=True)
+        # What a kill has left is of no use to anybody; its name may come again, for process numbers do.
+        for leftover in folder.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(dir=folder, prefix=".tmp-"))
         try:
-            work.mkdir(parents=True)
+            work.chmod(0o755)
             weights = {k: p.detach().cpu().contiguous() for k, p in trainable(module).items()}
             state = {
                 "iteration": iteration,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import yaml
 from trl import TrlParser
 
+from rl_recipes.editors.registry import DEFAULTS_FILE, preset_for
 from tpips_reward.errors import TPIPSError
 
 PRESETS = Path(__file__).parent / "configs"
@@ -20,8 +21,8 @@ BUILTIN_MINUTES = 9.5
 #: Settings that may differ between a run and its continuation; any other would make it another run.
 RESUMABLE = frozenset(
     {
-        "output_dir", "resume", "overwrite", "preset", "max_iterations", "max_minutes", "save_every",
-        "keep_checkpoints", "report_to", "threads", "sample_grids", "on_bad_row",
+        "output_dir", "resume", "overwrite", "preset", "max_steps", "max_minutes", "save_steps",
+        "save_total_limit", "report_to", "threads", "sample_grids", "on_bad_row",
     }
 )  # fmt: skip
 
@@ -42,11 +43,17 @@ class EditorArguments:
     preset: str = _setting(
         "auto", "Defaults for the editor, a file in rl_recipes/configs; 'auto' goes by the editor, 'none' uses none."
     )
-    resolution: int = _setting(64, "Edits have about resolution x resolution pixels, in the source's aspect ratio.")
+    resolution: int | None = _setting(
+        None, "Edits have about resolution x resolution pixels, in the source's aspect ratio; left out: the editor's own."
+    )
     editor_dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto", "Type of the frozen weights; 'auto' is float32 on a CPU and bfloat16 elsewhere."
     )
     guidance_scale: float = _setting(1.0, "Classifier-free guidance in rollout, replay and evaluation; 1 turns it off.")
+    revision: str | None = _setting(None, "Branch, tag or commit of the editor on the Hub.")
+    gradient_checkpointing: bool = _setting(
+        False, "Recompute the transformer's activations in the backward pass: less memory, about a third more time."
+    )
     lora_rank: int = _setting(16, "Rank of the LoRA.")
     lora_alpha: int = _setting(32, "Scale of the LoRA (alpha / rank).")
 
@@ -57,6 +64,7 @@ class RewardArguments:
 
     reward: str = _setting("tpips:preserve", "One reward, or several: 'tpips:preserve=0.7,tpips:target=0.3'.")
     metric: str = _setting("builtin:late", "The TPIPS metric: 'builtin:late', 'released:late', a Hub id or a folder.")
+    metric_revision: str | None = _setting(None, "Branch, tag or commit of the metric on the Hub.")
     gate: Literal["change", "none"] = _setting(
         "change", "'change' makes tpips:preserve depend on the change in the target aspects; 'none' is the plain mean."
     )
@@ -78,30 +86,30 @@ class GRPOArguments:
 
     prompts_per_iteration: int = _setting(6, "(source, instruction) pairs an iteration, over all processes.")
     num_generations: int = _setting(8, "Edits of each pair: the group.")
-    prompts_per_batch: int = _setting(0, "Groups in one pass through the editor; 0: all where sizes are equal.")
-    num_steps: int = _setting(8, "Denoising steps of a rollout.")
-    eval_steps: int = _setting(0, "Denoising steps in the evaluation; 0: as many as in a rollout.")
-    sde_window: int = _setting(4, "The first so many steps are stochastic; the rest follow the ODE.")
+    samples_per_batch: int = _setting(0, "Edits in one pass through the editor; 0: all where sizes are equal.")
+    num_inference_steps: int = _setting(8, "Denoising steps of a rollout.")
+    eval_inference_steps: int = _setting(0, "Denoising steps in the evaluation; 0: as many as in a rollout.")
+    sde_window: int = _setting(2, "The first so many steps are stochastic; the rest follow the ODE.")
     train_steps: int = _setting(2, "So many of the stochastic steps, drawn anew each iteration, are trained on.")
     eta: float = _setting(0.7, "Noise level of the stochastic steps.")
     sde_kind: Literal["flow_sde", "dance", "cps"] = _setting("flow_sde", "Rule of the stochastic steps.")
 
-    learning_rate: float = _setting(1e-3, "Learning rate of AdamW.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = _setting("constant", "Decay over max_iterations.")
+    learning_rate: float = _setting(1.5e-3, "Learning rate of AdamW.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = _setting("constant", "Decay over max_steps.")
     weight_decay: float = _setting(0.0, "Weight decay of AdamW.")
     adam_beta1: float = _setting(0.9, "First momentum of AdamW.")
     adam_beta2: float = _setting(0.999, "Second momentum of AdamW.")
     max_grad_norm: float = _setting(1.0, "Gradients are clipped to this norm.")
-    inner_epochs: int = _setting(1, "Passes over each rollout.")
+    num_iterations: int = _setting(1, "Passes over each rollout.")
     update_each_step: bool = _setting(False, "An optimizer step after each trained denoising step, not one for all.")
-    clip_range: float = _setting(1e-4, "PPO clip of the likelihood ratio.")
+    epsilon: float = _setting(1e-4, "PPO clip of the likelihood ratio.")
     adv_clip: float = _setting(5.0, "Advantages are clipped to this size.")
     advantage_std: Literal["group", "batch"] = _setting(
         "group", "Advantages are divided by the standard deviation of the group, or of the whole batch."
     )
-    kl_coef: float = _setting(0.0, "Weight of the KL to the editor without its adapter.")
+    beta: float = _setting(0.0, "Weight of the KL to the editor without its adapter.")
 
-    max_iterations: int = _setting(60, "Iterations.")
+    max_steps: int = _setting(60, "Iterations.")
     max_minutes: float | None = _setting(
         None,
         "Stop in time for the whole run, evaluation included, to end within so many minutes; 0: no limit; "
@@ -117,8 +125,8 @@ class GRPOArguments:
     output_dir: str = _setting("runs/grpo_edit", "Where everything goes.")
     overwrite: bool = _setting(False, "Replace the run that is in output_dir.")
     resume: bool = _setting(False, "Continue the run in output_dir with its own settings.")
-    save_every: int = _setting(10, "Iterations between checkpoints.")
-    keep_checkpoints: int = _setting(2, "So many checkpoints are kept.")
+    save_steps: int = _setting(10, "Iterations between checkpoints.")
+    save_total_limit: int = _setting(2, "So many checkpoints are kept.")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _setting("none", "A tracker, through accelerate.")
 
 
@@ -219,7 +227,9 @@ def _nearest(name: str, known: list[str], dashes: str = "") -> str:
 def _preset(editor: EditorArguments) -> dict[str, Any]:
     name = editor.preset
     if name == "auto":
-        name = "none" if editor.editor == "builtin" else "qwen_image_edit"
+        # A folder that brings defaults of its own is a small editor, to which a preset for GPUs does not apply.
+        own = editor.editor == "builtin" or (Path(editor.editor) / DEFAULTS_FILE).is_file()
+        name = "none" if own else preset_for(editor.editor)
     if name == "none":
         return {}
     path = PRESETS / f"{name}.yaml"
@@ -268,23 +278,30 @@ def _check_ranges(args: Arguments) -> None:
     g = args.grpo
     lowest: dict[str, float] = {
         "resolution": 16, "lora_rank": 1, "lora_alpha": 1, "guidance_scale": 0, "prompts_per_iteration": 1,
-        "num_generations": 2, "prompts_per_batch": 0, "num_steps": 1, "eval_steps": 0, "sde_window": 1,
-        "train_steps": 1, "learning_rate": 0, "weight_decay": 0, "inner_epochs": 1, "kl_coef": 0, "gate_weight": 0,
-        "max_iterations": 0, "max_minutes": 0, "threads": 0, "seed": 0, "eval_seed": 0, "eval_samples": 0,
-        "sample_grids": 0, "save_every": 1, "keep_checkpoints": 1,
+        "num_generations": 2, "samples_per_batch": 0, "num_inference_steps": 1, "eval_inference_steps": 0, "sde_window": 1,
+        "train_steps": 1, "learning_rate": 0, "weight_decay": 0, "num_iterations": 1, "beta": 0,
+        "max_steps": 0, "max_minutes": 0, "threads": 0, "seed": 0, "eval_seed": 0, "eval_samples": 0,
+        "sample_grids": 0, "save_steps": 1, "save_total_limit": 1,
     }  # fmt: skip
     values = args.to_dict()
     for name, low in lowest.items():
         if values[name] is not None and not low <= values[name] < float("inf"):
             raise ConfigError(f"{name} must be at least {low:g}, not {values[name]!r}.")
-    for name in ("eta", "clip_range", "adv_clip", "max_grad_norm"):
+    for name in ("eta", "epsilon", "adv_clip", "max_grad_norm", "gate_weight"):
         if not 0 < values[name] < float("inf"):
             raise ConfigError(f"{name} must be a number above 0, not {values[name]!r}.")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= values[name] < 1:
             raise ConfigError(f"{name} must be at least 0 and below 1, not {values[name]!r}.")
-    if g.sde_window > g.num_steps:
-        raise ConfigError(f"sde_window is {g.sde_window}, but there are only {g.num_steps} steps (num_steps).")
+    if g.sde_window > g.num_inference_steps:
+        raise ConfigError(
+            f"sde_window is {g.sde_window}, but there are only {g.num_inference_steps} steps (num_inference_steps)."
+        )
+    if g.sde_kind == "cps" and (g.eta > 1 or g.sde_window == g.num_inference_steps):
+        raise ConfigError(
+            f"With sde_kind 'cps', eta must be at most 1 (it is {g.eta:g}) and sde_window below num_inference_steps "
+            f"(it is {g.sde_window} of {g.num_inference_steps}): the rule adds no noise in a last step."
+        )
     if g.train_steps > g.sde_window:
         raise ConfigError(f"train_steps is {g.train_steps}, but only {g.sde_window} steps are stochastic (sde_window).")
     if g.overwrite and g.resume:

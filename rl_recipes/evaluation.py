@@ -43,10 +43,12 @@ class Evaluation:
         rows: a dict an edit: ``key``, ``kind``, ``instruction``, and every name of :data:`MEASURES`, None where it
             cannot be known (edits of photographs have no ideal).
         images: the first edits, (3, H, W) float in [0, 1], for the grids.
+        seconds: what the evaluation took.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     images: list[torch.Tensor] = field(default_factory=list)
+    seconds: float = 0.0
 
     def means(self) -> dict[str, float | None]:
         """The mean of each measure over the edits for which it is known."""
@@ -61,7 +63,7 @@ class Evaluation:
         """Keeps it as ``before.json`` and ``before.safetensors``, so that a run that resumes need not repeat it."""
         tensors = {f"{i:04d}": image.contiguous() for i, image in enumerate(self.images)}
         write_atomic(folder / "before.safetensors", lambda p: save_file(tensors, p))
-        write_json(folder / "before.json", self.rows)
+        write_json(folder / "before.json", {"rows": self.rows, "seconds": self.seconds})
 
     @classmethod
     def load(cls, folder: Path) -> Evaluation | None:
@@ -78,7 +80,8 @@ class Evaluation:
             raise RunError(
                 f"{folder / 'before.safetensors'} is damaged ({error}); start anew with --overwrite."
             ) from error
-        return cls(read_json(folder / "before.json"), [images[name] for name in sorted(images)])
+        kept = read_json(folder / "before.json")
+        return cls(kept["rows"], [images[name] for name in sorted(images)], kept["seconds"])
 
 
 @torch.no_grad()
@@ -109,14 +112,14 @@ def evaluate(
     g, guidance = args.grpo, args.editor.guidance_scale
     own = range(accelerator.process_index, count, accelerator.num_processes)
     found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
-    for batch in _batches(editor, prompts, own, (g.prompts_per_batch or g.prompts_per_iteration) * g.num_generations):
+    for batch in _batches(editor, prompts, own, g.samples_per_batch or g.prompts_per_iteration * g.num_generations):
         chosen = [prompt for _, prompt in batch]
-        with accelerator.autocast():
-            conditions = encode(editor, chosen, guidance)
-            generators = [generator(g.eval_seed, EVALUATION, index) for index, _ in batch]
-            steps = g.eval_steps or g.num_steps
+        conditions = encode(editor, chosen, guidance)
+        generators = [generator(g.eval_seed, EVALUATION, index) for index, _ in batch]
+        steps = g.eval_inference_steps or g.num_inference_steps
+        with accelerator.autocast():  # the transformer alone, as in training
             final = rollout(editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
-            edits = [image.float() for image in editor.decode(final, conditions)]
+        edits = [image.float() for image in editor.decode(final, conditions)]
         sources = [editor.fit(prompt.image).to(edits[0].device) for prompt in chosen]
         out = score(reward, edits, sources, chosen, f"evaluation_{name}", folder)
         for i, (index, prompt) in enumerate(batch):

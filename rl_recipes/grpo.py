@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from rl_recipes.algorithms.advantages import group_advantages
-from rl_recipes.algorithms.losses import clipped_policy_loss, gaussian_kl
+from rl_recipes.algorithms.kl import gaussian_kl
+from rl_recipes.algorithms.losses import clipped_policy_loss
 from rl_recipes.config import Arguments
 from rl_recipes.editors import Conditions, Editor
 from rl_recipes.progress import PhaseTimer
@@ -26,15 +28,23 @@ from rl_recipes.seeds import NOISE, WINDOW, generator
 from tpips_reward.rewards import RewardOutput, TPIPSReward
 
 
+class Draw(NamedTuple):
+    """What one edit is drawn from: the group's number within the iteration, the edit's within the group, the prompt."""
+
+    group: int
+    sample: int
+    prompt: Prompt
+
+
 @dataclass
 class Batch:
-    """Groups of edits that go through the editor together.
+    """Edits that go through the editor together, in rollout and replay alike.
 
     Attributes:
-        prompts: one for each edit: group after group, G edits each.
+        prompts: one for each edit; edits of a group follow one another.
         groups: (B,) number of each edit's group within the iteration.
         trajectory: the rollout.
-        edits: the images, (3, H, W) float32 on the CPU.
+        edits: the images, (3, H, W) float32, on the editor's device.
         sources: what the editor saw of each source, in the edits' size; one tensor object for all edits of a group.
         output: the reward's answer.
         advantages: (B,), once the rewards of all processes are known.
@@ -48,17 +58,23 @@ class Batch:
     output: RewardOutput
     advantages: torch.Tensor
 
+    def first_of_each_group(self) -> list[int]:
+        """Positions of the first edit of each group that the batch holds."""
+        groups = self.groups.tolist()
+        return [i for i, group in enumerate(groups) if i == 0 or group != groups[i - 1]]
+
 
 class NonFiniteError(RunError):
     """A loss or gradient that is NaN or infinite; it has not reached the weights."""
 
 
-def draw_prompts(
-    source: PromptSource, iteration: int, args: Arguments, accelerator: Accelerator
-) -> list[tuple[int, Prompt]]:
-    """This process's (group number, prompt) pairs of an iteration (from 1)."""
-    count, rank, world = args.grpo.prompts_per_iteration, accelerator.process_index, accelerator.num_processes
-    return [(i, source[(iteration - 1) * count + i]) for i in range(rank * count // world, (rank + 1) * count // world)]
+def draw_prompts(source: PromptSource, iteration: int, args: Arguments, accelerator: Accelerator) -> list[Draw]:
+    """This process's edits of an iteration (from 1): whole groups, one after another."""
+    g, rank, world = args.grpo, accelerator.process_index, accelerator.num_processes
+    count = g.prompts_per_iteration
+    groups = range(rank * count // world, (rank + 1) * count // world)
+    prompts = {group: source[(iteration - 1) * count + group] for group in groups}
+    return [Draw(group, sample, prompts[group]) for group in groups for sample in range(g.num_generations)]
 
 
 def draw_train_steps(iteration: int, args: Arguments) -> list[int]:
@@ -68,18 +84,16 @@ def draw_train_steps(iteration: int, args: Arguments) -> list[int]:
     return sorted(int(k) for k in rng.permutation(g.sde_window)[: g.train_steps])
 
 
-def make_batches(
-    drawn: Sequence[tuple[int, Prompt]], editor: Editor, args: Arguments, uniform: bool = True
-) -> list[list[tuple[int, Prompt]]]:
-    """Splits the groups of an iteration into batches of one size each.
+def make_batches(drawn: Sequence[Draw], args: Arguments, uniform: bool = True) -> list[list[Draw]]:
+    """Splits the edits of an iteration into batches of one size each, of ``samples_per_batch`` edits at most.
 
-    Where sizes differ (``uniform=False``) every group is a batch of its own: all processes then take the same number.
+    Where sizes differ (``uniform=False``) no batch holds two groups: all processes then take the same number.
     """
-    most = (args.grpo.prompts_per_batch or len(drawn)) if uniform else 1
-    batches: list[list[tuple[int, Prompt]]] = []
+    most = args.grpo.samples_per_batch or len(drawn)
+    batches: list[list[Draw]] = []
     for item in drawn:
-        size = editor.output_size(item[1].image)
-        if batches and len(batches[-1]) < most and editor.output_size(batches[-1][0][1].image) == size:
+        last = batches[-1][-1] if batches else None
+        if last is not None and len(batches[-1]) < most and (uniform or last.group == item.group):
             batches[-1].append(item)
         else:
             batches.append([item])
@@ -95,7 +109,7 @@ def encode(editor: Editor, prompts: Sequence[Prompt], guidance_scale: float) -> 
 def collect(
     editor: Editor,
     reward: TPIPSReward,
-    drawn: Sequence[tuple[int, Prompt]],
+    drawn: Sequence[Draw],
     iteration: int,
     args: Arguments,
     folder: RunFolder,
@@ -103,22 +117,25 @@ def collect(
     timer: PhaseTimer,
     stop: StopSignal,
 ) -> Batch:
-    """Samples the group of each prompt and scores the edits.
+    """Samples the edits of a batch and scores them; each distinct prompt is encoded once.
 
     Raises:
         RunError: when the reward fails or is not finite; the batch is kept in ``failed_batch`` then.
         Interrupted: when a stop was asked for.
     """
-    g, size = args.grpo, args.grpo.num_generations
+    g = args.grpo
+    distinct = {item.group: item.prompt for item in drawn}
+    place = {group: index for index, group in enumerate(distinct)}
+    rows = [place[item.group] for item in drawn]
     with timer("encode"):
-        conditions = encode(editor, [prompt for _, prompt in drawn], args.editor.guidance_scale).repeat(size)
+        conditions = encode(editor, list(distinct.values()), args.editor.guidance_scale).index(rows)
     stop.check()
     with timer("rollout"), accelerator.autocast():
         trajectory = rollout(
             editor,
             conditions,
-            [generator(g.seed, NOISE, iteration, group, sample) for group, _ in drawn for sample in range(size)],
-            num_steps=g.num_steps,
+            [generator(g.seed, NOISE, iteration, item.group, item.sample) for item in drawn],
+            num_steps=g.num_inference_steps,
             sde_steps=range(g.sde_window),
             eta=g.eta,
             kind=g.sde_kind,
@@ -127,13 +144,13 @@ def collect(
     stop.check()
     with timer("decode"), torch.no_grad():
         edits = [image.float() for image in editor.decode(trajectory.final, conditions)]
-        fitted = [editor.fit(prompt.image).to(edits[0].device) for _, prompt in drawn]
-    prompts = [prompt for _, prompt in drawn for _ in range(size)]
-    sources = [image for image in fitted for _ in range(size)]
+        fitted = [editor.fit(prompt.image).to(edits[0].device) for prompt in distinct.values()]
+    prompts, sources = [item.prompt for item in drawn], [fitted[row] for row in rows]
+    where = f"iteration_{iteration:06d}/group_{drawn[0].group:03d}_edit_{drawn[0].sample:03d}"
     with timer("reward"):
-        output = score(reward, edits, sources, prompts, f"iteration_{iteration:06d}", folder)
+        output = score(reward, edits, sources, prompts, where, folder)
     stop.check()
-    groups = torch.tensor([group for group, _ in drawn]).repeat_interleave(size)
+    groups = torch.tensor([item.group for item in drawn])
     return Batch(prompts, groups, trajectory, edits, sources, output, torch.empty(0))
 
 
@@ -167,8 +184,8 @@ def score(
         ]
         kept = folder.save_failed_batch(where, edits, sources, rows)
         raise RunError(
-            f"The reward failed in {where} ({type(error).__name__}: {error}). The batch is in {kept}; "
-            f"--resume goes on from the last checkpoint."
+            f"The reward failed in {where} ({type(error).__name__}: {error}). The batch is in {kept}; once the cause is "
+            f"mended, --resume goes on from the last checkpoint."
         ) from error
 
 
@@ -189,10 +206,10 @@ def assign_advantages(batches: list[Batch], args: Arguments, accelerator: Accele
 def learning_rate(iteration: int, args: Arguments) -> float:
     """The learning rate of an iteration (from 1)."""
     g = args.grpo
-    done = (iteration - 1) / max(1, g.max_iterations)
-    if g.lr_schedule == "linear":
+    done = (iteration - 1) / max(1, g.max_steps)
+    if g.lr_scheduler_type == "linear":
         return g.learning_rate * (1 - done)
-    if g.lr_schedule == "cosine":
+    if g.lr_scheduler_type == "cosine":
         return g.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
     return g.learning_rate
 
@@ -226,14 +243,14 @@ def update(
     chunks = [[k] for k in steps] if g.update_each_step else [steps]
     total = sum(len(b.groups) for b in batches)
     seen: dict[str, list[float]] = {name: [] for name in ("loss", "ratio", "deviation", "clipped", "kl", "norm")}
-    for _ in range(g.inner_epochs):
+    for _ in range(g.num_iterations):
         for chunk in chunks:
             optimizer.zero_grad(set_to_none=True)
             for batch in batches:
                 for k in chunk:
-                    with timer("replay"):
-                        with accelerator.autocast():
-                            loss = _loss(editor, batch, k, args, seen)
+                    with timer("replay"), accelerator.autocast():
+                        loss = _loss(editor, batch, k, args, seen)
+                    with timer("backward"):
                         (loss * len(batch.groups) / (total * len(chunk))).backward()
             with timer("optimizer"):
                 average_gradients(parameters, accelerator)
@@ -273,13 +290,13 @@ def _loss(editor: Editor, batch: Batch, k: int, args: Arguments, seen: dict[str,
     g, trajectory = args.grpo, batch.trajectory
     step = replay(editor, trajectory, k)
     assert step.log_prob is not None
-    policy = clipped_policy_loss(step.log_prob, trajectory.log_probs[k], batch.advantages, clip_range=g.clip_range)
+    policy = clipped_policy_loss(step.log_prob, trajectory.log_probs[k], batch.advantages, clip_range=g.epsilon)
     # Without a weight the KL is only watched, and the first edit of each group is enough for that.
-    rows = list(range(len(batch.groups)))[:: 1 if g.kl_coef else g.num_generations]
+    rows = list(range(len(batch.groups))) if g.beta else batch.first_of_each_group()
     with torch.no_grad(), editor.disable_lora():
         reference = replay(editor, _part(trajectory, rows), k).mean
     kl = gaussian_kl(step.mean[rows], reference, step.std).mean()
-    loss = policy.loss + g.kl_coef * kl if g.kl_coef else policy.loss
+    loss = policy.loss + g.beta * kl if g.beta else policy.loss
     seen["loss"].append(float(loss.detach()))
     seen["kl"].append(float(kl.detach()))
     seen["ratio"].append(float(policy.ratio.mean()))

@@ -35,7 +35,7 @@ def train(args: Arguments, clock: Clock) -> int:
     building.start_trackers(args, accelerator)
 
     stop = StopSignal(alone=accelerator.num_processes == 1)
-    display = Display(args.grpo.max_iterations, enabled=accelerator.is_main_process)
+    display = Display(args.grpo.max_steps, enabled=accelerator.is_main_process)
     session = Session(
         args, accelerator, folder, editor, optimizer, reward, held_out, num_held_out, clock, display, stop
     )
@@ -49,21 +49,18 @@ def train(args: Arguments, clock: Clock) -> int:
                 drawn = grpo.draw_prompts(prompts, iteration, args, accelerator)
                 batches = [
                     grpo.collect(editor, reward, part, iteration, args, folder, accelerator, timer, stop)
-                    for part in grpo.make_batches(drawn, editor, args, uniform=prompts.uniform_size)
+                    for part in grpo.make_batches(drawn, args, uniform=prompts.uniform_size)
                 ]
                 grpo.assign_advantages(batches, args, accelerator)
                 moved = grpo.update(
                     editor, optimizer, batches, iteration, args, accelerator, timer, session.weights_move
                 )
-                session.finish_iteration({"iteration": iteration, **report(batches, args), **moved, **timer.report()})
+                session.finish_iteration({"iteration": iteration, **report(batches), **moved, **timer.report()})
             session.save_checkpoint()
             session.finish(before, session.evaluate("after"), building.describe(args, editor, reward, accelerator))
         except (Interrupted, KeyboardInterrupt):
             session.save_after_error()
-            display.say(
-                f"Stopped after iteration {session.iteration}. The same command with --resume goes on from there:\n"
-                f"  accelerate launch rl_recipes/grpo_edit.py --resume --output_dir {args.grpo.output_dir}"
-            )
+            display.say(session.stopped())
             return 130
         except Exception:
             session.save_after_error()

@@ -7,6 +7,7 @@ resumes, or that is spread over several processes, needs no state from them.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
 from tpips_reward.errors import TPIPSError
+from tpips_reward.images import to_tensors
+from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
 from tpips_reward.scenes import Edit, render, sample_edit, to_tensor
 
 log = logging.getLogger(__name__)
@@ -116,12 +119,12 @@ class JSONLPrompts:
         path: the JSONL file.
         on_bad_row: "skip" names each bad row in the log, counts it, and goes on; "error" stops at the first.
         seed: seed of the order; None keeps the file's order.
-        need_target: rows without target aspects are bad rows too.
-        check_size: called with (height, width) of each image; raises a TPIPSError where the editor cannot take it.
+        check: called with each row; raises a TPIPSError where editor or reward cannot take it.
 
     Attributes:
         rows: the usable rows.
         bad: (line number, reason) of each row that was skipped, those found later included.
+        fingerprint: SHA-256 of the file, so that a run that resumes can tell whether it has changed.
 
     Raises:
         PromptError: when the file cannot be read, a row is bad and ``on_bad_row="error"``, or no row is usable.
@@ -132,22 +135,22 @@ class JSONLPrompts:
         path: str | Path,
         on_bad_row: Literal["skip", "error"] = "skip",
         seed: int | None = None,
-        need_target: bool = False,
-        check_size: Callable[[int, int], None] = lambda height, width: None,
+        check: Callable[[Row], None] = lambda row: None,
     ) -> None:
         self.path, self.on_bad_row, self.seed = Path(path), on_bad_row, seed
         self.rows: list[Row] = []
         self.bad: list[tuple[int, str]] = []
         try:
-            lines = self.path.read_bytes().split(b"\n")
+            content = self.path.read_bytes()
         except OSError as error:
             raise PromptError(f"The data file {path} cannot be read ({error.strerror}); check --data.") from error
-        for number, line in enumerate(lines, 1):
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        for number, line in enumerate(content.split(b"\n"), 1):
             if not line.strip():
                 continue
             try:
-                row = parse_row(line, number, self.path.parent, need_target)
-                check_size(row.size[1], row.size[0])
+                row = parse_row(line, number, self.path.parent)
+                check(row)
                 self.rows.append(row)
             except TPIPSError as error:
                 self._reject(number, str(error))
@@ -199,14 +202,13 @@ class JSONLPrompts:
             log.warning("%s: further bad rows are counted, and listed in summary.json", self.path.name)
 
 
-def parse_row(line: bytes, number: int, folder: Path, need_target: bool = False) -> Row:
+def parse_row(line: bytes, number: int, folder: Path) -> Row:
     """Checks one row and the header of its image.
 
     Args:
         line: the row's bytes.
         number: its line number, from 1.
         folder: image paths are relative to it.
-        need_target: whether target aspects must be there.
 
     Raises:
         PromptError: naming what is wrong with the row.
@@ -217,17 +219,15 @@ def parse_row(line: bytes, number: int, folder: Path, need_target: bool = False)
         raise PromptError(f"not JSON ({error}).") from error
     if not isinstance(row, dict):
         raise PromptError(f'not an object such as {{"image": …}} but {type(row).__name__}.')
-    for name in ("image", "instruction", "preserve", *(["target"] if need_target else [])):
+    for name in ("image", "instruction", "preserve"):
         if name not in row:
             raise PromptError(f"{name!r} is missing; it has {', '.join(map(repr, row)) or 'no keys'}.")
     for name in ("image", "instruction"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise PromptError(f"{name!r} must be a text, not {row[name]!r}.")
     preserve = _aspects(row["preserve"], "preserve")
-    target = _aspects(row.get("target", []), "target", empty=not need_target)
-    both = {a.casefold() for a in preserve} & {a.casefold() for a in target}
-    if both:
-        raise PromptError(f"{min(both)!r} is in 'preserve' and in 'target'; it cannot stay and change.")
+    target = _aspects(row.get("target", []), "target", empty=True)
+    check_disjoint([preserve], [target])
     if "://" in row["image"]:
         raise PromptError(f"'image' must be a local file, not the address {row['image']!r}; download it first.")
     path = folder / row["image"]
@@ -242,7 +242,7 @@ def _aspects(value: object, name: str, empty: bool = False) -> tuple[str, ...]:
     for aspect in value:
         if not isinstance(aspect, str) or not aspect.strip():
             raise PromptError(f"{name!r} holds {aspect!r}; each aspect must be a text such as 'background'.")
-    return tuple(dict.fromkeys(aspect.strip() for aspect in value))
+    return tuple(aspect_lists([value], 1, name)[0])
 
 
 def image_size(path: Path) -> tuple[int, int]:
@@ -284,15 +284,7 @@ def load_image(path: Path) -> torch.Tensor:
     """
     try:
         with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-                raise PromptError(f"the image {path} has mode {image.mode} (more than 8 bits); save it as 8-bit RGB.")
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return to_tensor(np.array(image.convert("RGB")))
-    except PromptError:
-        raise
+            return to_tensors([opened])[0]
     except Exception as error:  # as above
         raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
 

@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
-from rl_recipes.config import Arguments
 from rl_recipes.grpo import Batch
 from tpips_reward.scenes import measure_edit
 
 
-def report(batches: Sequence[Batch], args: Arguments) -> dict[str, Any]:
+def report(batches: Sequence[Batch]) -> dict[str, Any]:
     """What the edits of an iteration were like, over all processes.
 
     ``copy_rate``, ``edit_success`` and ``object_lost`` are those of one edit a group, where scenes are known.
     """
     rows: list[dict[str, Any]] = []
     for batch in batches:
+        measured = set(batch.first_of_each_group())
         for i, group in enumerate(batch.groups.tolist()):
             row = {"group": group, "score": float(batch.output.scores[i]), "advantage": float(batch.advantages[i])}
             row["aspects"] = batch.output.per_aspect[i]
             row["terms"] = {name: float(values[i]) for name, values in batch.output.terms.items()}
             edit = batch.prompts[i].edit
-            if edit is not None and i % args.grpo.num_generations == 0:
+            if edit is not None and i in measured:
                 measures = measure_edit(edit, batch.edits[i])
                 row["known"] = {
                     "copy_rate": measures.copied, "edit_success": measures.success, "object_lost": measures.object_lost

@@ -24,7 +24,7 @@ class Trajectory:
     Attributes:
         conditions: what the samples were conditioned on.
         sigmas: the schedule, num_steps + 1 values from 1 to 0.
-        sde_steps: indices of the stochastic steps, K of them, ascending.
+        sde_steps: indices of the stochastic steps, K of them, ascending; a rule may add no noise in a last step.
         latents: (K, B, T, C) before each stochastic step.
         next_latents: (K, B, T, C) after it.
         means: (K, B, T, C) mean of the Gaussian it was drawn from.
@@ -80,7 +80,7 @@ def rollout(
         )
     sigmas = tuple(editor.sigmas(num_steps, conditions).tolist())
     latents = editor.noise(conditions, generators)
-    before, after, means, log_probs = [], [], [], []
+    stored, before, after, means, log_probs = [], [], [], [], []
     for index in range(num_steps):
         stochastic = index in chosen
         result = _step(
@@ -95,6 +95,7 @@ def rollout(
             noise=_noise_like(latents, generators) if stochastic else None,
         )
         if result.log_prob is not None:
+            stored.append(index)
             before.append(latents)
             after.append(result.sample)
             means.append(result.mean)
@@ -104,7 +105,7 @@ def rollout(
     return Trajectory(
         conditions=conditions,
         sigmas=sigmas,
-        sde_steps=chosen,
+        sde_steps=tuple(stored),
         latents=torch.stack(before) if before else empty,
         next_latents=torch.stack(after) if after else empty,
         means=torch.stack(means) if means else empty,

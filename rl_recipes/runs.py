@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import yaml
 from PIL import Image
 from safetensors import SafetensorError
 
+from tpips_reward import files
 from tpips_reward.errors import TPIPSError
 
 log = logging.getLogger(__name__)
@@ -70,19 +70,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         RunError: when the disk refuses; the old file is untouched then.
     """
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-", suffix=path.suffix)
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            write(temporary)
-            sync(temporary)
-            # mkstemp makes private files; give what open() would have given.
-            temporary.chmod(0o666 & ~_umask())
-            os.replace(temporary, path)
-            sync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.write_atomic(path, write)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -112,24 +100,6 @@ def to_image(pixels: torch.Tensor) -> Image.Image:
     """(3, H, W) float in [0, 1] → a PIL image."""
     array = (pixels.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(array.permute(1, 2, 0).cpu().numpy())
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's or folder's content is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:  # some network file systems cannot sync folders
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class RunFolder:

@@ -62,6 +62,11 @@ class Session:
             self.iteration, extra = load_checkpoint(path, self.editor.transformer, self.optimizer)
             self._saved = self.iteration
             self.clock.earlier, self.clock.reserved = float(extra["seconds"]), float(extra["reserved"])
+            if extra["data"] != self._data():
+                raise RunError(
+                    f"The file {self.args.grpo.data} has changed since the checkpoint, and the run would not be the same; "
+                    "put the old file back, or start anew in another --output_dir."
+                )
             if extra["threads"] != torch.get_num_threads():
                 log.warning(
                     "The run so far used %d CPU threads and now uses %d: results may differ in the last bits.",
@@ -80,11 +85,11 @@ class Session:
         Raises:
             Interrupted: when any process was asked to stop.
         """
-        self.display.count("training", self.iteration, self.args.grpo.max_iterations)
+        self.display.count("training", self.iteration, self.args.grpo.max_steps)
         stop, over = self._any_process(self.stop.requested, self.clock.is_over())
         if stop:
             raise Interrupted
-        if self.iteration >= self.args.grpo.max_iterations:
+        if self.iteration >= self.args.grpo.max_steps:
             return False
         if over:
             self.display.say(
@@ -106,9 +111,9 @@ class Session:
         self.clock.note(line["seconds"])
         if self.args.grpo.report_to != "none":
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=self.iteration)
-        left = self.args.grpo.max_iterations - self.iteration
+        left = self.args.grpo.max_steps - self.iteration
         self.display.iteration(line, self.clock.left_for(left, line["seconds"]) + self.clock.reserved)
-        if self.iteration % self.args.grpo.save_every == 0:
+        if self.iteration % self.args.grpo.save_steps == 0:
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
@@ -121,11 +126,28 @@ class Session:
                 self.iteration,
                 self.editor.transformer,
                 self.optimizer,
-                {"seconds": self.clock.elapsed(), "reserved": self.clock.reserved, "threads": torch.get_num_threads()},
-                self.args.grpo.keep_checkpoints,
+                {
+                    "seconds": self.clock.elapsed(),
+                    "reserved": self.clock.reserved,
+                    "threads": torch.get_num_threads(),
+                    "data": self._data(),
+                },
+                self.args.grpo.save_total_limit,
                 also=self.editor.save_lora,
             )
         self._saved = self.iteration
+
+    def stopped(self) -> str:
+        """What to tell the user whose run was interrupted."""
+        done = f"The last checkpoint is of iteration {self._saved}." if self._saved > 0 else "There is no checkpoint yet."
+        return (
+            f"Stopped. {done} The same command with --resume goes on from there:\n"
+            f"  accelerate launch rl_recipes/grpo_edit.py --resume --output_dir {self.args.grpo.output_dir}"
+        )
+
+    def _data(self) -> str:
+        """The fingerprint of the user's data; empty for procedural edits."""
+        return getattr(self.held_out, "fingerprint", "")
 
     def save_after_error(self) -> None:
         """Keeps what is done when a run stops early; never hides the error that stopped it."""
@@ -159,13 +181,16 @@ class Session:
             name,
             progress,
         )
-        self.clock.reserved = 1.1 * (time.perf_counter() - start)
+        result.seconds = time.perf_counter() - start
+        self.clock.reserved = 1.1 * result.seconds
         return result
 
     def evaluate_before(self) -> Evaluation:
         """Evaluates the editor without its adapter, once in the life of a run."""
         kept = Evaluation.load(self.folder.path) if self.args.grpo.resume else None
         if kept is not None:
+            if self._saved < 0:  # no checkpoint says what has been used
+                self.clock.earlier, self.clock.reserved = kept.seconds, 1.1 * kept.seconds
             return kept
         with self.editor.disable_lora():
             result = self.evaluate("before")

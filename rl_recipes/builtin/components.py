@@ -63,7 +63,7 @@ def build_vae(*, base_dim: int = 12, z_dim: int = 16, num_res_blocks: int = 1, s
 
     Its `latents_mean` and `latents_std` are 0 and 1; set them with `set_latent_statistics` after training.
     """
-    with _seeded(seed):
+    with seeded(seed):
         return AutoencoderKLQwenImage(
             base_dim=base_dim,
             z_dim=z_dim,
@@ -99,7 +99,7 @@ def build_transformer(
     spatial = (head_dim - quarter) // 2
     if quarter % 2 or spatial % 2 or quarter + 2 * spatial != head_dim:
         raise TPIPSError(f"head_dim must be a multiple of 16 so that rope axes are even, but it is {head_dim}.")
-    with _seeded(seed):
+    with seeded(seed):
         return QwenImageTransformer2DModel(
             patch_size=2,
             in_channels=4 * z_dim,
@@ -226,7 +226,7 @@ def build_text_encoder(
         pad_token_id=ids["<|endoftext|>"],
         tie_word_embeddings=True,
     )
-    with _seeded(seed):
+    with seeded(seed):
         model = Qwen2_5_VLForConditionalGeneration(config).eval()
     model.generation_config.bos_token_id = ids["<|endoftext|>"]
     model.generation_config.eos_token_id = ids["<|im_end|>"]
@@ -304,7 +304,7 @@ def _prompt_template() -> str:
     return QwenImageEditPipeline(**dict.fromkeys(parts)).prompt_template_encode
 
 
-class _seeded:
+class seeded:
     """Seeds torch for the block and restores the state afterwards: module constructors take no generator."""
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What every image editor offers: the `Editor` base class, the `Conditions` it encodes, and its sizes.
+"""What every image editor offers: the `Editor` base class, and its sizes.
 
 An editor is built from the parts of a diffusers pipeline and samples at its own sizes. Latents are packed tokens
 (B, T, C) in float32 whatever the dtype of the weights, since a sample rounded to bfloat16 would shift log-probabilities.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,105 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_recipes.editors import lora
+from rl_recipes.editors import attention, lora
+from rl_recipes.editors.conditions import Conditions, Size
 from rl_recipes.editors.errors import EditorError
+from rl_recipes.editors.full import FullWeights
 
-__all__ = ["Conditions", "Editor", "EditorError", "Images", "group_by_size"]
+__all__ = ["Conditions", "Editor", "EditorError", "Images", "Size", "group_by_size"]
 
-Size = tuple[int, int]  # (height, width) in pixels
 Images = Sequence[Tensor | Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Everything that velocity needs beside latents and sigma, for a batch of B samples of one size.
-
-    Attributes:
-        prompt: text states (B, L, D) in the transformer's dtype.
-        prompt_mask: (B, L) bool, True where a token is real; None when no prompt is padded.
-        image_latents: packed latents of the condition images (B, S, C).
-        size: (height, width) of the edited image in pixels.
-        image_sizes: (height, width) of each condition image that went through the VAE.
-        negative, negative_mask: the same as prompt and prompt_mask for classifier-free guidance, or None.
-    """
-
-    prompt: Tensor
-    prompt_mask: Tensor | None
-    image_latents: Tensor
-    size: Size
-    image_sizes: tuple[Size, ...]
-    negative: Tensor | None = None
-    negative_mask: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.prompt.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.prompt.device
-
-    def index(self, ids: Sequence[int] | Tensor) -> Conditions:
-        """The conditions of the samples `ids`, in that order; an id may occur several times."""
-        chosen = torch.as_tensor(ids, dtype=torch.long, device=self.device)
-        return self._map(lambda tensor: tensor[chosen])
-
-    def repeat(self, times: int) -> Conditions:
-        """Each sample `times` times in a row: a b -> a a b b."""
-        return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
-
-    def to(self, device: torch.device | str) -> Conditions:
-        """The same conditions on another device."""
-        return self._map(lambda tensor: tensor.to(device))
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Conditions:
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **changed)
-
-    @staticmethod
-    def cat(parts: Sequence[Conditions]) -> Conditions:
-        """Join batches of equal sizes; shorter prompts are padded and masked.
-
-        Raises:
-            EditorError: nothing to join, sizes that differ, or guidance prompts that only some parts have.
-        """
-        if not parts:
-            raise EditorError("There are no conditions to join; encode at least one image with its instruction.")
-        kinds = {(part.size, part.image_sizes) for part in parts}
-        if len(kinds) > 1:
-            sizes = ", ".join(sorted(f"{h}x{w}" for (h, w), _ in kinds))
-            raise EditorError(
-                f"One batch holds one size, but these edits have sizes {sizes} (height x width), or condition images that "
-                "differ in size; group them with group_by_size first."
-            )
-        if len({part.negative is None for part in parts}) > 1:
-            raise EditorError("Some conditions have a negative prompt and some have none; encode all of them alike.")
-        prompt, prompt_mask = pad_prompts([(part.prompt, part.prompt_mask) for part in parts])
-        negative, negative_mask = None, None
-        if parts[0].negative is not None:
-            negative, negative_mask = pad_prompts([(part.negative, part.negative_mask) for part in parts])
-        latents = torch.cat([part.image_latents for part in parts])
-        first = parts[0]
-        return Conditions(prompt, prompt_mask, latents, first.size, first.image_sizes, negative, negative_mask)
-
-
-def pad_prompts(prompts: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Stack pairs of (B, L, D) states and (B, L) mask (None: all real) to one pair, padded on the right with zeros."""
-    states = [state for state, _ in prompts if state is not None]
-    longest = max(state.shape[1] for state in states)
-    padded, masks = [], []
-    for state, mask in prompts:
-        assert state is not None
-        missing = longest - state.shape[1]
-        real = mask.bool() if mask is not None else state.new_ones(state.shape[:2], dtype=torch.bool)
-        padded.append(F.pad(state, (0, 0, 0, missing)))
-        masks.append(F.pad(real, (0, missing), value=False))
-    joined = torch.cat(masks)
-    return torch.cat(padded), None if bool(joined.all()) else joined
-
-
 class Editor(ABC):
-    """An image editor made of a pipeline's own parts. Parts are frozen and in eval mode; `add_lora` adds what is trained.
+    """An image editor made of a pipeline's own parts. Parts are frozen and in eval mode; `add_lora` adds what trains.
 
     Args:
         pipe: a loaded diffusers pipeline of the class named by `pipeline_class`.
@@ -124,11 +36,15 @@ class Editor(ABC):
         dtype: dtype of the frozen weights.
         resolution: edits have about `resolution` x `resolution` pixels in area, at the source's own aspect ratio; None:
             `default_resolution`.
+        attention_backend: the transformer's attention kernel, a name of diffusers such as "native", "flash" or "xformers";
+            None: diffusers' choice.
     """
 
     pipeline_class: ClassVar[str]
     lora_targets: ClassVar[tuple[str, ...]]
     default_resolution: ClassVar[int] = 1024
+    # False for text-to-image families: the image of a sample is the reward's reference and gives the size, nothing more.
+    sees_image: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -137,6 +53,7 @@ class Editor(ABC):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         resolution: int | None = None,
+        attention_backend: str | None = None,
     ) -> None:
         self.pipe = pipe
         self.device = torch.device(device)
@@ -150,6 +67,10 @@ class Editor(ABC):
         for part in pipe.components.values():
             if isinstance(part, nn.Module):
                 part.to(self.device, dtype).requires_grad_(False).eval()
+        self._full: FullWeights | None = None
+        self.attention_backend = attention_backend
+        if attention_backend is not None:
+            attention.set_backend(self.transformer, attention_backend, self.device, dtype)
 
     @classmethod
     def from_pretrained(cls, source: str | Path, device: Any = None, dtype: Any = None, **options: Any) -> Editor:
@@ -182,6 +103,15 @@ class Editor(ABC):
         """`image` (3, H, W) at its output size, float32 in [0, 1]: what the editor sees and what an edit compares with."""
         return resize(check_image(image), self.output_size(image))
 
+    def check_instruction(self, instruction: str) -> None:
+        """Refuse an instruction that `encode` would refuse.
+
+        Raises:
+            EditorError: it is empty or no text; families add their own limits.
+        """
+        if not isinstance(instruction, str) or not instruction.strip():
+            raise EditorError(f"An instruction must be a sentence, but it is {instruction!r}.")
+
     # What a pipeline family implements --------------------------------------------------------------------------------
 
     @abstractmethod
@@ -191,7 +121,8 @@ class Editor(ABC):
         Args:
             images: B images (3, H, W), floats in [0, 1]; editors of several images take a list of them for each sample.
             instructions: B instructions.
-            negative_prompt: text for classifier-free guidance (" " is usual); None leaves guidance out.
+            negative_prompt: text for classifier-free guidance (" " is usual); None leaves guidance out. Editors whose
+                guidance needs no second prediction (distilled ones) leave it unencoded.
 
         Raises:
             EditorError: images that are no such tensors, counts that differ, empty instructions, or sizes that differ.
@@ -215,36 +146,50 @@ class Editor(ABC):
     def decode(self, latents: Tensor, conditions: Conditions) -> list[Tensor]:
         """Images (3, H, W) float32 in [0, 1] for latents (B, T, C); gradients flow unless the caller stops them."""
 
-    # LoRA ------------------------------------------------------------------------------------------------------------
+    # What trains -----------------------------------------------------------------------------------------------------
 
     def add_lora(self, rank: int, alpha: float, *, generator: torch.Generator) -> list[nn.Parameter]:
         """Add a float32 adapter to `lora_targets` and return its parameters, the only ones that train.
 
         The adapter changes nothing until it is trained: B is zero. `generator` (CPU) draws A.
         """
+        if self._full is not None:
+            raise EditorError("All weights train already; load the editor anew to train an adapter.")
         return lora.add(self.transformer, self.lora_targets, rank, alpha, generator)
 
+    def train_all(self) -> list[nn.Parameter]:
+        """Train all of the transformer's weights instead of an adapter, and return them.
+
+        The methods below then act on these weights: the reference policy is a copy of those they began with, and `save_lora`
+        writes a folder `transformer` for `from_pretrained` of the transformer's class.
+        """
+        self._full = FullWeights(self.transformer)
+        return self._full.parameters()
+
     def lora_parameters(self) -> list[nn.Parameter]:
-        """The adapter's parameters, in the order of the transformer's modules."""
-        return lora.parameters(self.transformer)
+        """The trained parameters, in the order of the transformer's modules."""
+        return lora.parameters(self.transformer) if self._full is None else self._full.parameters()
 
     @contextmanager
     def disable_lora(self) -> Iterator[None]:
         """Switch the adapter off for the block: the reference policy."""
-        with lora.disabled(self.transformer):
+        with lora.disabled(self.transformer) if self._full is None else self._full.disabled():
             yield
 
     def lora_state(self) -> dict[str, Tensor]:
-        """A copy of the adapter's weights, for checkpoints."""
-        return lora.state(self.transformer)
+        """A copy of the trained weights, for checkpoints."""
+        return lora.state(self.transformer) if self._full is None else self._full.state()
 
     def load_lora_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `lora_state` gave; every name and shape must fit."""
-        lora.load_state(self.transformer, state)
+        if self._full is None:
+            lora.load_state(self.transformer, state)
+        else:
+            self._full.load_state(state)
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write `pytorch_lora_weights.safetensors` to `folder`; `pipe.load_lora_weights(folder)` takes it."""
-        return lora.save(self.pipe, Path(folder))
+        return lora.save(self.pipe, Path(folder)) if self._full is None else self._full.save(Path(folder))
 
 
 def last_image(image: Tensor | Sequence[Tensor]) -> Tensor:
@@ -296,10 +241,8 @@ def check_image(image: Any) -> Tensor:
 
 
 def group_by_size(editor: Editor, images: Images) -> list[list[int]]:
-    """Indices of `images` in groups of equal sizes, each of which can be encoded and sampled as one batch."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    """Indices of `images` in groups of equal output sizes, each of which can be encoded and sampled as one batch."""
+    groups: dict[Size, list[int]] = {}
     for index, image in enumerate(images):
-        several = [image] if isinstance(image, Tensor) else list(image)
-        key = (editor.output_size(image), *(editor.output_size(one) for one in several))
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(editor.output_size(image), []).append(index)
     return list(groups.values())

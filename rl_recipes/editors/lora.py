@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rl_recipes.editors.errors import EditorError
 from rl_recipes.editors.merged_lora import enable_merged_lora
+from tpips_reward.files import make_readable
 
 ADAPTER = "default"
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -112,6 +113,7 @@ def save(pipe: Any, folder: Path) -> Path:
             weight_name=FILE_NAME,
             transformer_lora_adapter_metadata=config,
         )
+        make_readable(Path(scratch) / FILE_NAME)
         os.replace(Path(scratch) / FILE_NAME, folder / FILE_NAME)
     return folder / FILE_NAME
 

@@ -14,6 +14,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 from torch import Tensor
 
 from rl_recipes.editors.base import Conditions, Images, check_image, fit_size, resize
+from rl_recipes.editors.packed import Text
 from rl_recipes.editors.qwen_image_edit import QwenImageEdit, to_uint8
 
 # The pipeline rounds the sides of the text encoder's images to multiples of this.
@@ -39,14 +40,12 @@ class QwenImageEditPlus(QwenImageEdit):
         size = self.output_size(images)
         checked = [check_image(image) for image in images]
         seen = [to_uint8(resize(image, self._condition_size(image))) for image in checked]
-        prompt, prompt_mask = self._states([instruction], seen)
-        negative, negative_mask = None, None
-        if negative_prompt is not None:
-            negative, negative_mask = self._states([negative_prompt], seen)
+        text = self._states([instruction], image=seen)
+        negative = Text(None) if negative_prompt is None else self._states([negative_prompt], image=seen)
         fitted = [self.fit(image) for image in checked]
         latents = torch.cat([self._encode_images(image[None]) for image in fitted], dim=1)
         sizes = tuple((image.shape[-2], image.shape[-1]) for image in fitted)
-        return Conditions(prompt, prompt_mask, latents, size, sizes, negative, negative_mask)
+        return self._conditions(text, negative, latents, size, sizes)
 
     def _condition_size(self, image: Tensor) -> tuple[int, int]:
         height, width = image.shape[-2:]

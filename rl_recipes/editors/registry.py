@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from rl_recipes.editors.base import Editor
 from rl_recipes.editors.errors import EditorError
 
 # pipeline class name (the `_class_name` in model_index.json) -> where its editor is; imported when it is needed
 EDITORS = {
+    "Flux2KleinPipeline": "rl_recipes.editors.flux2:Flux2Klein",
+    "Flux2Pipeline": "rl_recipes.editors.flux2:Flux2",
+    "FluxKontextPipeline": "rl_recipes.editors.flux_kontext:FluxKontext",
+    "FluxPipeline": "rl_recipes.editors.flux:Flux",
+    "QwenImagePipeline": "rl_recipes.editors.qwen_image:QwenImage",
     "QwenImageEditPipeline": "rl_recipes.editors.qwen_image_edit:QwenImageEdit",
     "QwenImageEditPlusPipeline": "rl_recipes.editors.qwen_image_edit_plus:QwenImageEditPlus",
 }
@@ -38,6 +44,7 @@ def load_editor(
     *,
     resolution: int | None = None,
     revision: str | None = None,
+    **options: Any,
 ) -> Editor:
     """Load an editor; its class follows from the pipeline's own name.
 
@@ -47,6 +54,7 @@ def load_editor(
         dtype: dtype of the frozen weights, as a torch.dtype or its name; default: bfloat16 on a GPU, float32 on the CPU.
         resolution: side of the square that has as many pixels as an edit; default: the folder's own, or the family's.
         revision: branch, tag or commit on the Hub.
+        options: of the editor's class: `attention_backend` for all, `true_cfg_scale` for FLUX.1 and Kontext, ...
 
     Raises:
         EditorError: no such source, a pipeline without an editor, or an unknown dtype.
@@ -64,8 +72,29 @@ def load_editor(
 
     pipeline_class = getattr(diffusers, editor_class.pipeline_class)
     with _no_progress_bars():
-        pipe = pipeline_class.from_pretrained(location.name, dtype=weights_dtype, **location.hub_options)
-    return editor_class(pipe, device=device, dtype=weights_dtype, resolution=resolution)
+        try:
+            # Pickled weights could run code; every editor that is supported comes as safetensors.
+            pipe = pipeline_class.from_pretrained(
+                location.name, dtype=weights_dtype, use_safetensors=True, **location.hub_options
+            )
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise EditorError(
+                f"The editor {str(source)!r} is incomplete or damaged ({type(error).__name__}: {reason}); fetch it again."
+            ) from error
+    return editor_class(pipe, device=device, dtype=weights_dtype, resolution=resolution, **options)
+
+
+def preset_for(source: str) -> str:
+    """The preset in rl_recipes/configs for an editor: by its pipeline's class in a folder, by its name on the Hub."""
+    name = source
+    index = Path(source) / "model_index.json"
+    if index.is_file():
+        name = str(_read_json(index, source).get("_class_name"))
+    name = name.lower()
+    if "flux" not in name:
+        return "qwen_image_edit"
+    return "flux2_klein" if "klein" in name else "flux_kontext"
 
 
 class _Location(NamedTuple):

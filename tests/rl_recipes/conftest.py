@@ -42,8 +42,8 @@ def flags(editor_folder: Path) -> Callable[..., list[str]]:
     def build(run: Path, *switches: str, **changes: Any) -> list[str]:
         settings = {
             "preset": "none", "editor": editor_folder, "metric": METRIC, "resolution": 32, "lora_rank": 2,
-            "prompts_per_iteration": 2, "num_generations": 2, "num_steps": 3, "sde_window": 2, "train_steps": 1,
-            "max_iterations": 4, "eval_samples": 3, "sample_grids": 2, "threads": 1, "save_every": 2,
+            "prompts_per_iteration": 2, "num_generations": 2, "num_inference_steps": 3, "sde_window": 2, "train_steps": 1,
+            "max_steps": 4, "eval_samples": 3, "sample_grids": 2, "threads": 1, "save_steps": 2,
             "output_dir": run, **changes,
         }  # fmt: skip
         return [*switches, *(f"--{name}={value}" for name, value in settings.items())]

@@ -39,7 +39,7 @@ def edits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_photographs_of_several_sizes(flags: Callable[..., list[str]], edits: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert grpo_edit.main(flags(run, data=edits, max_iterations=2, resolution=48, eval_samples=10, sample_grids=9)) == 0
+    assert grpo_edit.main(flags(run, data=edits, max_steps=2, resolution=48, eval_samples=10, sample_grids=9)) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluated"] == 4 and not summary["held_out"]
     assert [row["line"] for row in summary["bad_rows"]] == [2] and "missing.jpg" in summary["bad_rows"][0]["reason"]

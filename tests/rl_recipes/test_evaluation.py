@@ -33,7 +33,7 @@ class FlatMetric:
 
 
 def _args(**changes: Any) -> Arguments:
-    settings = {"resolution": 32, "prompts_per_iteration": 2, "num_generations": 2, "num_steps": 2, "sde_window": 1,
+    settings = {"resolution": 32, "prompts_per_iteration": 2, "num_generations": 2, "num_inference_steps": 2, "sde_window": 1,
                 "train_steps": 1, "sample_grids": 3, **changes}  # fmt: skip
     return parse_arguments([f"--{name}={value}" for name, value in settings.items()])
 
@@ -55,7 +55,7 @@ def test_an_evaluation_repeats_exactly_and_does_not_depend_on_the_batch(tmp_path
     editor = tiny_editor()
     first, second = _evaluate(editor, tmp_path), _evaluate(editor, tmp_path)
     assert first.rows == second.rows and len(first.images) == 3
-    single = _evaluate(editor, tmp_path, prompts_per_batch=1, num_generations=2)
+    single = _evaluate(editor, tmp_path, samples_per_batch=1, num_generations=2)
     for a, b in zip(first.images, single.images, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 

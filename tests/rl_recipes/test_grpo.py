@@ -23,7 +23,7 @@ from tpips_reward.rewards import RewardOutput
 
 
 def _args(**changes: Any) -> Arguments:
-    settings = {"resolution": 32, "prompts_per_iteration": 4, "num_generations": 2, "num_steps": 3, "sde_window": 2,
+    settings = {"resolution": 32, "prompts_per_iteration": 4, "num_generations": 2, "num_inference_steps": 3, "sde_window": 2,
                 "train_steps": 2, "threads": 1, **changes}  # fmt: skip
     return parse_arguments([f"--{name}={value}" for name, value in settings.items()])
 
@@ -44,7 +44,7 @@ def _process(rank: int = 0, world: int = 1) -> Any:
 
 def _collect(args: Arguments, tmp_path: Any, editor: Any, rank: int = 0, world: int = 1) -> list[grpo.Batch]:
     drawn = grpo.draw_prompts(ProceduralPrompts(0, "train", 32), 1, args, _process(rank, world))
-    parts = grpo.make_batches(drawn, editor, args)
+    parts = grpo.make_batches(drawn, args)
     folder, accelerator = RunFolder(tmp_path), Accelerator(cpu=True)
     return [
         grpo.collect(editor, PixelReward(), part, 1, args, folder, accelerator, PhaseTimer(), StopSignal())  # type: ignore[arg-type]
@@ -65,13 +65,14 @@ def test_processes_draw_what_one_process_would() -> None:
     args, source = _args(), ProceduralPrompts(0, "train", 32)
     alone = grpo.draw_prompts(source, 3, args, _process())
     shared = [pair for rank in range(2) for pair in grpo.draw_prompts(source, 3, args, _process(rank, 2))]
-    assert [(g, p.key) for g, p in alone] == [(g, p.key) for g, p in shared]
-    assert [g for g, _ in alone] == [0, 1, 2, 3]
-    assert {p.key for _, p in alone}.isdisjoint(p.key for _, p in grpo.draw_prompts(source, 4, args, _process()))
+    assert [(d.group, d.sample, d.prompt.key) for d in alone] == [(d.group, d.sample, d.prompt.key) for d in shared]
+    assert [(d.group, d.sample) for d in alone] == [(g, s) for g in range(4) for s in range(2)]
+    later = grpo.draw_prompts(source, 4, args, _process())
+    assert {d.prompt.key for d in alone}.isdisjoint(d.prompt.key for d in later)
 
 
 def test_trained_steps_change_and_stay_in_the_window() -> None:
-    args = _args(num_steps=8, sde_window=5, train_steps=2)
+    args = _args(num_inference_steps=8, sde_window=5, train_steps=2)
     drawn = [tuple(grpo.draw_train_steps(i, args)) for i in range(60)]
     assert all(len(set(steps)) == 2 and 0 <= min(steps) <= max(steps) < 5 for steps in drawn)
     assert len(set(drawn)) == 10, "every pair of five steps turns up"
@@ -89,12 +90,12 @@ def test_no_two_samples_share_noise_and_a_group_shares_its_source(tmp_path: Any)
 
 
 def test_an_iteration_in_parts_gives_the_gradient_of_the_whole(tmp_path: Any) -> None:
-    """Batches of one group, and processes of two groups each, add up to the gradient of one batch of four."""
+    """Batches of three edits, and processes of two groups each, add up to the gradient of one batch of four groups."""
     gradients = {}
-    for name, changes, shares in (("whole", {}, 1), ("batches", {"prompts_per_batch": 1}, 1), ("processes", {}, 2)):
+    for name, changes, shares in (("whole", {}, 1), ("batches", {"samples_per_batch": 3}, 1), ("processes", {}, 2)):
         editor = tiny_editor()
         parameters = editor.add_lora(4, 8, generator=generator(0))
-        args = _args(max_grad_norm=1e9, kl_coef=0.1, **changes)
+        args = _args(max_grad_norm=1e9, beta=0.1, **changes)
         with torch.no_grad():  # B = 0 would leave A without a gradient, and the KL at 0
             for parameter in parameters:
                 parameter.add_(0.01)
@@ -118,7 +119,7 @@ def test_an_iteration_in_parts_gives_the_gradient_of_the_whole(tmp_path: Any) ->
 
 
 def test_the_update_raises_what_scored_above_its_group(tmp_path: Any) -> None:
-    editor, args = tiny_editor(), _args(learning_rate=1e-2, clip_range=10.0, train_steps=2)
+    editor, args = tiny_editor(), _args(learning_rate=1e-2, epsilon=10.0, train_steps=2)
     parameters = editor.add_lora(4, 8, generator=generator(0))
     (batch,) = _collect(args, tmp_path, editor)
     grpo.assign_advantages([batch], args, Accelerator(cpu=True))
@@ -150,21 +151,42 @@ def test_equal_rewards_teach_nothing(tmp_path: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in editor.lora_state().items())
 
 
-def test_sizes_that_differ_never_share_a_batch() -> None:
-    editor, source = tiny_editor(), ProceduralPrompts(0, "train", 32)
-    drawn = [(i, source[i]) for i in range(4)]
-    drawn[2] = (2, replace(source[2], image=torch.rand(3, 32, 64)))
-    assert [[g for g, _ in part] for part in grpo.make_batches(drawn, editor, _args())] == [[0, 1], [2], [3]]
-    assert [len(part) for part in grpo.make_batches(drawn, editor, _args(), uniform=False)] == [1] * 4
-    equal = [(i, source[i]) for i in range(4)]
-    assert [len(part) for part in grpo.make_batches(equal, editor, _args(prompts_per_batch=3))] == [3, 1]
+def test_batches_hold_so_many_edits_and_never_two_sizes() -> None:
+    drawn = grpo.draw_prompts(ProceduralPrompts(0, "train", 32), 1, _args(), _process())
+    for settings, sizes in (({}, [8]), ({"samples_per_batch": 3}, [3, 3, 2])):
+        parts = grpo.make_batches(drawn, _args(**settings))
+        assert [len(part) for part in parts] == sizes
+        assert [item for part in parts for item in part] == drawn
+    mixed = grpo.make_batches(drawn, _args(num_generations=2), uniform=False)
+    assert [{item.group for item in part} for part in mixed] == [{0}, {1}, {2}, {3}]
+
+
+def test_gradient_checkpointing_changes_no_number(tmp_path: Any) -> None:
+    found = {}
+    for name in ("plain", "checkpointed"):
+        editor = tiny_editor()
+        parameters = editor.add_lora(4, 8, generator=generator(0))
+        if name == "checkpointed":
+            editor.transformer.enable_gradient_checkpointing()
+        batches = _collect(_args(), tmp_path, editor)
+        grpo.assign_advantages(batches, _args(), Accelerator(cpu=True))
+        seen: list[torch.Tensor] = []
+
+        def keep(seen: list[torch.Tensor] = seen, parameters: Any = parameters) -> None:
+            seen += [p.grad.clone() for p in parameters if p.grad is not None]
+
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        moved = grpo.update(editor, optimizer, batches, 1, _args(), Accelerator(cpu=True), PhaseTimer(), keep)
+        assert moved["ratio_max_deviation"] == 0.0
+        found[name] = seen
+    assert found["plain"] and all(map(torch.equal, found["plain"], found["checkpointed"]))
 
 
 @pytest.mark.parametrize(
     ("schedule", "half", "last"), [("constant", 1.0, 1.0), ("linear", 0.5, 0.1), ("cosine", 0.5, 0.0245)]
 )
 def test_learning_rates(schedule: str, half: float, last: float) -> None:
-    args = _args(lr_schedule=schedule, learning_rate=1.0, max_iterations=10)
+    args = _args(lr_scheduler_type=schedule, learning_rate=1.0, max_steps=10)
     assert grpo.learning_rate(1, args) == 1.0
     assert grpo.learning_rate(6, args) == pytest.approx(half)
     assert grpo.learning_rate(10, args) == pytest.approx(last, abs=1e-3)

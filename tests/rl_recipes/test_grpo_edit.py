@@ -89,8 +89,8 @@ def test_the_adapter_loads_into_the_pipeline_and_is_the_trained_one(whole_run: P
 
 
 def test_runs_with_one_seed_are_equal_and_with_two_are_not(flags: Flags, whole_run: Path, tmp_path: Path) -> None:
-    assert grpo_edit.main(flags(tmp_path / "other", seed=1, max_iterations=1, eval_samples=0)) == 0
-    assert grpo_edit.main(flags(tmp_path / "same", max_iterations=1, eval_samples=0)) == 0
+    assert grpo_edit.main(flags(tmp_path / "other", seed=1, max_steps=1, eval_samples=0)) == 0
+    assert grpo_edit.main(flags(tmp_path / "same", max_steps=1, eval_samples=0)) == 0
     assert _lines(tmp_path / "same")[0] == _lines(whole_run)[0] != _lines(tmp_path / "other")[0]
 
 
@@ -140,7 +140,7 @@ def test_ctrl_c_takes_a_checkpoint_and_exits_with_130(
     original = grpo.score
 
     def press_ctrl_c(*args: Any) -> Any:
-        if args[4] == "iteration_000002":
+        if args[4].startswith("iteration_000002"):
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
@@ -180,8 +180,8 @@ def test_a_reward_that_fails_stops_the_run_and_keeps_the_batch(
     assert grpo_edit.main(flags(run)) == 2
     monkeypatch.undo()
     error = capsys.readouterr().err
-    assert "The reward failed in iteration_000002 (ConnectionError: the server is down)" in error
-    kept = run / "failed_batch" / "iteration_000002"
+    assert "The reward failed in iteration_000002/group_000_edit_000 (ConnectionError: the server is down)" in error
+    kept = run / "failed_batch" / "iteration_000002" / "group_000_edit_000"
     assert len(list(kept.glob("*_edit.png"))) == 4 and len(json.loads((kept / "batch.json").read_text())) == 4
     assert (run / "checkpoints" / "step_000001").is_dir()
     assert grpo_edit.main(["--resume", f"--output_dir={run}"]) == 0
@@ -228,15 +228,15 @@ def test_bad_input_is_one_line_and_changes_nothing(
 def test_overwrite_starts_anew(flags: Flags, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for _ in range(2):
-        assert grpo_edit.main(flags(run, "--overwrite", max_iterations=1, eval_samples=0, save_every=1)) == 0
+        assert grpo_edit.main(flags(run, "--overwrite", max_steps=1, eval_samples=0, save_steps=1)) == 0
     assert len(_lines(run)) == 1
 
 
 def test_every_option_of_the_update_runs(flags: Flags, tmp_path: Path) -> None:
     changes = {
-        "inner_epochs": 2, "train_steps": 2, "kl_coef": 0.1, "guidance_scale": 2.0, "advantage_std": "batch",
-        "lr_schedule": "cosine", "sde_kind": "dance", "prompts_per_batch": 1, "max_iterations": 2, "eval_samples": 2,
-        "eval_steps": 2, "reward": "tpips:preserve=0.7,tpips:target=0.3", "learning_rate": 0.05,
+        "num_iterations": 2, "train_steps": 2, "beta": 0.1, "guidance_scale": 2.0, "advantage_std": "batch",
+        "lr_scheduler_type": "cosine", "sde_kind": "dance", "samples_per_batch": 1, "max_steps": 2, "eval_samples": 2,
+        "eval_inference_steps": 2, "reward": "tpips:preserve=0.7,tpips:target=0.3", "learning_rate": 0.05,
     }  # fmt: skip
     assert grpo_edit.main(flags(tmp_path / "run", "--update_each_step", **changes)) == 0
     lines = _lines(tmp_path / "run")

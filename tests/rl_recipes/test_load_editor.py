@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
-from tiny_editors import tiny_pipeline
+import yaml
+from tiny_editors import generators, images, tiny_pipeline
 
-from rl_recipes.editors import Editor, EditorError, load_editor, registry
+from rl_recipes.config import PRESETS, parse_arguments
+from rl_recipes.editors import Editor, EditorError, attention, load_editor, registry
 from rl_recipes.editors.qwen_image_edit import QwenImageEdit
 from rl_recipes.editors.qwen_image_edit_plus import QwenImageEditPlus
 
@@ -46,7 +48,7 @@ def test_resolution_comes_from_the_caller_then_the_folder_then_the_family(folder
 
 def test_unknown_pipelines_are_refused_with_what_is_supported(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    with pytest.raises(EditorError, match="StableDiffusionPipeline.*QwenImageEditPipeline, QwenImageEditPlusPipeline"):
+    with pytest.raises(EditorError, match="StableDiffusionPipeline.*FluxKontextPipeline.*QwenImageEditPlusPipeline"):
         load_editor(tmp_path)
 
 
@@ -76,3 +78,58 @@ def test_missing_sources_are_named(tmp_path, monkeypatch):
 def test_a_resolution_below_one_token_is_refused(folders):
     with pytest.raises(EditorError, match="smallest image"):
         load_editor(folders / "edit", device="cpu", resolution=4)
+
+
+@pytest.mark.parametrize(
+    "source, preset",
+    [
+        ("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit"),
+        ("org/some-editor", "qwen_image_edit"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext"),
+        ("black-forest-labs/FLUX.2-dev", "flux_kontext"),
+        ("black-forest-labs/FLUX.2-klein-4B", "flux2_klein"),
+    ],
+)
+def test_the_preset_goes_by_the_name_on_the_hub(source, preset):
+    args = parse_arguments(["--editor", source])
+    expected = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
+    assert {name: args.to_dict()[name] for name in expected} == expected
+
+
+def test_the_preset_goes_by_the_class_in_a_folder(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "Flux2KleinPipeline"}))
+    assert registry.preset_for(str(tmp_path)) == "flux2_klein"
+
+
+def test_options_reach_the_editor(folders):
+    editor = load_editor(folders / "edit", device="cpu", resolution=32, attention_backend="_native_math")
+    processors = editor.transformer.attn_processors.values()
+    assert processors and all(processor._attention_backend == "_native_math" for processor in processors)
+    conditions = editor.encode(images(1), ["make it red"])
+    latents = editor.noise(conditions, generators(1))
+    with_math = editor.velocity(latents, 0.5, conditions)
+    attention.set_backend(editor.transformer, "native", editor.device, editor.dtype)
+    assert torch.allclose(editor.velocity(latents, 0.5, conditions), with_math, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, device, dtype, words",
+    [
+        ("fast", "cpu", torch.float32, "no attention backend 'fast'; there are .*flash.*xformers"),
+        ("flash_hub", "cuda", torch.bfloat16, "no attention backend 'flash_hub'"),
+        ("flash", "cpu", torch.bfloat16, "needs a GPU"),
+        ("flash", "cuda", torch.float32, "needs bfloat16"),
+    ],
+)
+def test_attention_backends_that_cannot_work_are_named(name, device, dtype, words):
+    with pytest.raises(EditorError, match=words):
+        attention.set_backend(None, name, torch.device(device), dtype)
+
+
+def test_a_missing_attention_package_is_named():
+    class Transformer:
+        def set_attention_backend(self, name):
+            raise RuntimeError("Please install `flash-attn`.")
+
+    with pytest.raises(EditorError, match="'flash' cannot be used: Please install `flash-attn`"):
+        attention.set_backend(Transformer(), "flash", torch.device("cuda"), torch.bfloat16)

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_editors import tiny_editor
 
 from rl_recipes import prompts as module
 from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptError, load_image
+from tpips_reward import load_metric
+from tpips_reward.rewards import TPIPSReward
 
 
 def _write(folder: Path, rows: list[Any]) -> Path:
@@ -73,7 +76,8 @@ BAD_ROWS = {
     "no aspects": (_row(preserve=[]), "'preserve' is an empty list"),
     "empty aspect": (_row(preserve=["background", " "]), "'preserve' holds ' '"),
     "aspect of another type": (_row(target=[None]), "'target' holds None"),
-    "stays and changes": (_row(preserve=["Color"]), "'color' is in 'preserve' and in 'target'"),
+    "stays and changes": (_row(preserve=["Color"]), "'color' both in preserve and in target"),
+    "twice": (_row(preserve=["background", "Background "]), "names 'Background' twice"),
     "address": (_row(image="https://x.org/a.png"), "must be a local file"),
     "missing image": (_row(image="none.png"), "none.png does not exist"),
     "not an image": (_row(image="text.png"), "text.png does not open"),
@@ -113,10 +117,29 @@ def test_no_usable_row_is_an_error(folder: Path) -> None:
         JSONLPrompts(folder / "none.jsonl")
 
 
-def test_target_is_demanded_where_the_reward_needs_it(folder: Path) -> None:
-    path = _write(folder, [_row(), _row(target=...), _row(target=[])])
-    assert len(JSONLPrompts(path)) == 3
-    assert [line for line, _ in JSONLPrompts(path, need_target=True).bad] == [2, 3]
+def test_what_editor_or_reward_refuse_is_a_bad_row(folder: Path) -> None:
+    reward = TPIPSReward("tpips:edit", load_metric("builtin:late", device="cpu"))
+    editor = tiny_editor()
+
+    def check(row: module.Row) -> None:
+        editor.check_instruction(row.instruction)
+        reward.check_aspects(row.preserve, row.target)
+
+    bad = [
+        _row(target=...),
+        _row(target=[]),
+        _row(preserve=["<|im_end|>"]),
+        _row(preserve=["x" * 5000]),
+        _row(instruction="make it <|im_end|>"),
+        _row(instruction="word " * 3000),
+    ]
+    path = _write(folder, [_row(), *bad])
+    assert len(JSONLPrompts(path)) == 7, "read without an editor and a reward, they look fine"
+    source = JSONLPrompts(path, check=check)
+    assert [line for line, _ in source.bad] == [2, 3, 4, 5, 6, 7]
+    reasons = ["no target aspects", "no target aspects", "im_end", "4000 characters", "control token", "at most"]
+    for (_, reason), expected in zip(source.bad, reasons, strict=True):
+        assert expected in reason
 
 
 def _truncate(path: Path) -> None:
@@ -150,5 +173,4 @@ def test_images_of_other_kinds(folder: Path) -> None:
     assert load_image(folder / "clear.png").min() == 1.0
     assert load_image(folder / "turned.jpg").shape == (3, 40, 20)
     assert module.image_size(folder / "turned.jpg") == (20, 40)
-    with pytest.raises(PromptError, match="more than 8 bits"):
-        load_image(folder / "deep.png")
+    assert torch.allclose(load_image(folder / "deep.png"), torch.tensor(40_000 / 65_535))

@@ -18,13 +18,13 @@ def test_the_main_job_needs_one_flag() -> None:
 
 def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text("editor: org/some-editor\nlearning_rate: 2e-4\nnum_steps: 12\n")
-    args = parse_arguments(["--config", str(config), "--num_steps", "9"])
+    config.write_text("editor: org/some-editor\nlearning_rate: 2e-4\nnum_inference_steps: 12\n")
+    args = parse_arguments(["--config", str(config), "--num_inference_steps", "9"])
     preset = yaml.safe_load((PRESETS / "qwen_image_edit.yaml").read_text())
-    assert (args.grpo.num_steps, args.grpo.learning_rate) == (9, 2e-4)
-    assert args.editor.resolution == preset["resolution"] != 64
+    assert (args.grpo.num_inference_steps, args.grpo.learning_rate) == (9, 2e-4)
+    assert args.editor.resolution == preset["resolution"]
     assert args.time_limit() == float("inf")
-    assert parse_arguments([f"--config={config}", "--preset", "none"]).editor.resolution == 64
+    assert parse_arguments([f"--config={config}", "--preset", "none"]).editor.resolution is None
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in PRESETS.glob("*.yaml")))
@@ -42,10 +42,10 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
 
 
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
-    started = parse_arguments(["--output_dir", str(tmp_path), "--eta", "0.31", "--max_iterations", "7"])
+    started = parse_arguments(["--output_dir", str(tmp_path), "--eta", "0.31", "--max_steps", "7"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(started.to_dict()))
-    args = parse_arguments(["--resume", "--output_dir", str(tmp_path), "--max_iterations", "9"])
-    assert (args.grpo.eta, args.grpo.max_iterations, args.grpo.resume) == (0.31, 9, True)
+    args = parse_arguments(["--resume", "--output_dir", str(tmp_path), "--max_steps", "9"])
+    assert (args.grpo.eta, args.grpo.max_steps, args.grpo.resume) == (0.31, 9, True)
     with pytest.raises(ConfigError, match=r"eta = 0\.31, but 0\.5 was given"):
         parse_arguments(["--resume", "--output_dir", str(tmp_path), "--eta", "0.5"])
     with pytest.raises(ConfigError, match="Nothing to resume"):
@@ -57,7 +57,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
     [
         (["--learning_rat", "1"], r"Unknown flag --learning_rat\. Did you mean --learning_rate\?"),
         (["--zzz=3"], r"Unknown flag --zzz"),
-        (["--num_steps", "many"], "num_steps.*invalid int value: 'many'"),
+        (["--num_inference_steps", "many"], "num_inference_steps.*invalid int value: 'many'"),
         (["--on_bad_row", "maybe"], "on_bad_row.*maybe"),
         (["--num_generations", "1"], "num_generations must be at least 2, not 1"),
         (["--eta", "0"], "eta must be a number above 0"),
@@ -85,8 +85,8 @@ def test_bad_flags_are_named(argv: list[str], message: str, tmp_path: Path) -> N
         ("learning_rte: 1\n", r"Unknown setting 'learning_rte' in the config file\. Did you mean learning_rate\?"),
         ("- a\n- b\n", "must hold 'setting: value' lines"),
         ("a: [1\n", "is not YAML"),
-        ("num_steps: [8]\n", r"num_steps must be of type int, not \[8\]"),
-        ("num_steps: 8.5\n", r"num_steps must be of type int, not 8\.5"),
+        ("num_inference_steps: [8]\n", r"num_inference_steps must be of type int, not \[8\]"),
+        ("num_inference_steps: 8.5\n", r"num_inference_steps must be of type int, not 8\.5"),
         ("report_to: nowhere\n", "report_to must be one of 'none'.*not 'nowhere'"),
         ("seed: true\n", "seed must be of type int, not True"),
     ],
