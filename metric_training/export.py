@@ -32,7 +32,7 @@ scratch on procedural scenes (`tpips_reward.scenes`) with simulated voters. It k
 aspects. It is there to run, test and demonstrate everything without a download; for photographs use `released:late`.
 
 - Images are brought to about 64 x 64 pixels' area. Similarity is a cosine, -1 to 1.
-- `change_scale`, a third of the median 1 - f of true edits in the aspect that they change: {change_scale:.4f}.
+- `change_scale`, the 1 - f that nine in ten true edits exceed in the aspect that they change: {change_scale:.4f}.
 - Training: {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
   `accelerate launch metric_training/train.py --config metric_training/configs/builtin_late.yaml`, then
   `python -m metric_training.export --run runs/builtin_late --output tpips_reward/builtin/late`.

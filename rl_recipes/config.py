@@ -94,7 +94,7 @@ class GRPOArguments:
     eta: float = _setting(0.7, "Noise level of the stochastic steps.")
     sde_kind: Literal["flow_sde", "dance", "cps"] = _setting("flow_sde", "Rule of the stochastic steps.")
 
-    learning_rate: float = _setting(1.5e-3, "Learning rate of AdamW.")
+    learning_rate: float = _setting(1e-3, "Learning rate of AdamW.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = _setting("constant", "Decay over max_steps.")
     weight_decay: float = _setting(0.0, "Weight decay of AdamW.")
     adam_beta1: float = _setting(0.9, "First momentum of AdamW.")
@@ -107,7 +107,7 @@ class GRPOArguments:
     advantage_std: Literal["group", "batch"] = _setting(
         "group", "Advantages are divided by the standard deviation of the group, or of the whole batch."
     )
-    beta: float = _setting(0.0, "Weight of the KL to the editor without its adapter.")
+    beta: float = _setting(0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does.")
 
     max_steps: int = _setting(60, "Iterations.")
     max_minutes: float | None = _setting(

@@ -42,7 +42,7 @@ class Metric:
 
     Args:
         fusion: a fusion module, such as `tpips_reward.fusion.LateFusion`.
-        change_scale: a third of the median 1 - f of true edits in the aspect that they change.
+        change_scale: the 1 - f that nine in ten true edits exceed in the aspect that they change.
         info: what is known about the weights (name, license, source ...), kept by `save_pretrained`.
 
     Example:

@@ -63,7 +63,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--eta", "0"], "eta must be a number above 0"),
         (["--learning_rate", "nan"], "learning_rate must be at least 0, not nan"),
         (["--sde_window", "9"], "sde_window is 9, but there are only 8 steps"),
-        (["--train_steps", "5"], "train_steps is 5, but only 4"),
+        (["--train_steps", "5"], "train_steps is 5, but only 2"),
         (["--overwrite", "--resume", "--output_dir", "{run}"], "contradict"),
         (["--preset", "huge"], "no preset 'huge'; there are .*qwen_image_edit"),
         (["--data", "missing.jsonl"], r"--data missing\.jsonl is no file"),

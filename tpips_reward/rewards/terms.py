@@ -33,7 +33,7 @@ class Scale:
         if not (math.isfinite(self.change_scale) and self.change_scale > 0):
             raise TPIPSError(
                 f"The change scale {self.change_scale!r} is not a positive number; pass gate_threshold=<the "
-                "third of the median change of good edits> or a metric that states change_scale."
+                "change that nine in ten good edits exceed> or a metric that states change_scale."
             )
 
     def change(self, similarity: Tensor) -> Tensor:
@@ -66,12 +66,12 @@ class SampleMeans:
 
 
 def preserve_term(means: SampleMeans, scale: Scale, gate_weight: float) -> Tensor:
-    """p - gate_weight * (1 - g); plain p for samples without target aspects or with gate_weight 0.
+    """p - gate_weight * (1 - g); without the penalty for samples without target aspects; plain p with gate_weight 0.
 
-    A minus distance is brought to [0, 1] first: its size says nothing beside a weight of about one.
+    Beside a penalty a minus distance is brought to [0, 1] first: its size says nothing beside a weight of about one.
     """
     penalty = gate_weight * (1 - means.gate)
-    kept = scale.unit(means.preserve) if math.isinf(scale.lowest) else means.preserve
+    kept = scale.unit(means.preserve) if gate_weight and math.isinf(scale.lowest) else means.preserve
     return kept - torch.where(means.has_target, penalty, torch.zeros_like(penalty))
 
 
