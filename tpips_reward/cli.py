@@ -2,12 +2,14 @@
 
 tpips-reward score a.png b.png --aspect lighting --aspect "subject color"
 tpips-reward info builtin:late
+tpips-reward evaluate edits.jsonl --output report
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import tpips_reward
 from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.arguments import add_arguments
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from tpips_reward.metric import Metric
 
 BAD_INPUT = 2
+METRIC_HELP = "builtin:late, released:late (mid, early), a Hub id or a folder"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,16 +40,20 @@ def build_parser() -> argparse.ArgumentParser:
     score.add_argument("images", nargs="+", metavar="IMAGE", help="two files, or several pairs: A1 B1 A2 B2 ...")
     score.add_argument("--aspect", action="append", help="what to compare, such as lighting; may be repeated "
                        "(default: overall)")  # fmt: skip
-    score.add_argument("--metric", default="builtin:late", help="builtin:late, released:late, a Hub id or a folder")
+    score.add_argument("--metric", default="builtin:late", help=METRIC_HELP)
     score.add_argument("--json", action="store_true", help="print JSON instead of a table")
     score.set_defaults(run=run_score)
 
     info = commands.add_parser("info", help="what a metric is")
-    info.add_argument("metric", metavar="METRIC", help="builtin:late, released:late, a Hub id or a folder")
+    info.add_argument("metric", metavar="METRIC", help=METRIC_HELP)
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
     info.set_defaults(run=run_info)
 
-    for command in (score, info):
+    evaluate = commands.add_parser("evaluate", help="compare editors by what they keep and what they change")
+    add_arguments(evaluate)
+    evaluate.set_defaults(run=run_evaluate)
+
+    for command in (score, info, evaluate):
         command.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: the GPU if there is one)")
         command.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on the CPU, else bfloat16)")
         command.add_argument("--revision", help="branch, tag or commit of a Hub repository")
@@ -86,19 +94,22 @@ def run_score(options: argparse.Namespace) -> None:
         for a, b, row in zip(firsts, seconds, scores, strict=True)
     ]
     if options.json:
-        print(json.dumps({"metric": options.metric, "range": list(metric.range), "pairs": rows}, indent=2))
+        print(json.dumps({"metric": options.metric, "range": _json_range(metric.range), "pairs": rows}, indent=2))
         return
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
     several = len(rows) > 1
+    digits = 4 if math.isfinite(metric.range[0]) else 6  # mid fusion's distances are small numbers
     for heading in (["A", "B"] if several else []) + ["aspect"]:
         table.add_column(heading, overflow="fold")
     table.add_column(f"similarity ({metric.range[1]:g} = same)", justify="right")
     for row in rows:
         for aspect, value in row["scores"].items():
-            table.add_row(*([_plain(row["a"]), _plain(row["b"])] if several else []), _plain(aspect), f"{value:.4f}")
+            table.add_row(
+                *([_plain(row["a"]), _plain(row["b"])] if several else []), _plain(aspect), f"{value:.{digits}f}"
+            )
     _print(table)
 
 
@@ -116,8 +127,9 @@ def run_info(options: argparse.Namespace) -> None:
         "parameters": count_parameters(metric.fusion),
         "dtype": str(metric.dtype).removeprefix("torch."),
         "device": str(metric.device),
-        "range": list(metric.range),
+        "range": _json_range(metric.range) if options.json else list(metric.range),
         "direction": "higher is more similar",
+        **metric.fusion.options,
         "change_scale": metric.change_scale,
         "change_scale_measured": metric.is_calibrated,
         "image_pixels": [settings.min_pixels, settings.max_pixels],
@@ -133,9 +145,19 @@ def run_info(options: argparse.Namespace) -> None:
 
     table = Table(box=box.SIMPLE, show_header=False)
     for key, value in facts.items():
-        shown = f"{value:,}" if key == "parameters" else "–".join(map(str, value)) if isinstance(value, list) else value
+        between = ", " if key == "probe_layers" else "–"
+        shown = (
+            f"{value:,}" if key == "parameters" else between.join(map(str, value)) if isinstance(value, list) else value
+        )
         table.add_row(key.replace("_", " "), _plain(str(shown)))
     _print(table)
+
+
+def run_evaluate(options: argparse.Namespace) -> None:
+    """The command `evaluate`."""
+    from tpips_reward.evaluation import command
+
+    command.run_evaluate(options, lambda: _load(options))
 
 
 def open_image(path: str) -> Image.Image:
@@ -170,6 +192,11 @@ def _load(options: argparse.Namespace) -> Metric:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return load_metric(options.metric, device=options.device, dtype=options.dtype, revision=options.revision)
+
+
+def _json_range(bounds: tuple[float, float]) -> list[float | None]:
+    """JSON has no infinity: null where a range has no end (mid fusion, from minus infinity to 0)."""
+    return [bound if math.isfinite(bound) else None for bound in bounds]
 
 
 def _plain(text: str) -> str:

@@ -56,6 +56,21 @@ def test_info(run):
     assert json.loads(out)["dtype"] == "bfloat16"
 
 
+def test_mid_fusion_has_no_lower_end(run, mid_metric, parity):
+    status, out, _ = run("info", "activation_dist")
+    assert status == 0
+    for fact in ("mid", "-inf–0.0", "1, 3, 4, 6", "mean"):
+        assert fact in out
+    same_size = ("images/cat_1.png", "images/coffee_1.png")
+    status, out, _ = run("score", *same_size, "--metric", "activation_dist", "--json")
+    answer = json.loads(out, parse_constant=pytest.fail)  # no "-Infinity", which is no JSON
+    expected = mid_metric.similarity(*(Image.open(parity / path) for path in same_size)).item()
+    assert answer["range"] == [None, 0.0]
+    assert answer["pairs"][0]["scores"]["overall"] == pytest.approx(expected, abs=1e-6)
+    status, out, _ = run("score", *same_size, "--metric", "activation_dist")
+    assert "similarity (0 = same)" in out and f"{expected:.6f}" in out
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -1,0 +1,228 @@
+"""Manifests: what is read, and that everything that cannot be is listed and nothing is shifted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from evaluation_files import read_lines, save, write_edits, write_lines
+from PIL import Image
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation import Dataset, read_manifest
+from tpips_reward.evaluation.checking import check_images
+from tpips_reward.scenes import Scene
+
+
+def kinds(dataset: Dataset) -> Counter[str]:
+    return Counter(problem.kind for problem in dataset.problems)
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    return write_edits(tmp_path, 4)
+
+
+def change(manifest: Path, index: int, **fields: object) -> None:
+    lines = read_lines(manifest)
+    lines[index].update(fields)
+    write_lines(manifest, lines)
+
+
+def test_a_good_manifest_has_no_problems(manifest):
+    dataset = read_manifest(manifest)
+    assert dataset.models == ("drifting", "good", "destroying")
+    assert [row.key for row in dataset.rows] == ["000", "001", "002", "003"]
+    assert dataset.problems == () and dataset.total_rows == 4
+    row = dataset.rows[2]
+    assert row.preserve == ("background",) and row.target == ("object color",) and row.category == "paint"
+    assert row.outputs["good"].label.endswith("good/002.png")
+
+
+def test_csv_gives_the_same_rows(manifest):
+    lines = read_lines(manifest)
+    names = ("drifting", "good", "destroying")
+    text = "key,source,instruction,category,preserve,target," + ",".join(f"output:{name}" for name in names) + "\n"
+    for line in lines:
+        cells = [line["key"], line["source"], line["instruction"], line["category"], "background", "object color"]
+        text += ",".join(f'"{cell}"' for cell in [*cells, *[line["outputs"][name] for name in names]]) + "\n"
+    table = manifest.with_suffix(".csv")
+    table.write_text("\ufeff" + text, encoding="utf-8")
+    assert read_manifest(table).rows == read_manifest(manifest).rows
+
+
+def test_csv_splits_aspects_and_lists_bad_rows(tmp_path):
+    save(Scene(), tmp_path / "a.png")
+    table = tmp_path / "edits.csv"
+    heading = "key,source,preserve,output:m\n"
+    table.write_text(heading + "1,a.png,background; lighting,a.png\n2,a.png\n3,a.png,x,a.png,more\n")
+    dataset = read_manifest(table)
+    assert dataset.rows[0].preserve == ("background", "lighting")
+    assert [row.key for row in dataset.rows] == ["1"] and kinds(dataset)["bad_row"] == 2 and dataset.total_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "hint"),
+    [
+        ("good/nothing.png", "missing_output", "does not exist"),
+        ("good/001.PNG", "wrong_case", "001.png"),
+        ("good/001.jpg", "other_suffix", "001.png"),
+        (None, "missing_output", "names no output"),
+    ],
+)
+def test_an_output_that_is_not_there_is_listed_and_the_rest_stays(manifest, name, kind, hint):
+    lines = read_lines(manifest)
+    change(manifest, 1, outputs={**lines[1]["outputs"], "good": name})
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {kind: 1}
+    problem = dataset.problems[0]
+    assert problem.left_out and (problem.key, problem.model) == ("001", "good") and hint in problem.detail
+    assert set(dataset.rows[1].outputs) == {"drifting", "destroying"}
+    assert all(set(row.outputs) == set(dataset.models) for row in dataset.rows if row.key != "001")
+
+
+def test_a_model_that_a_row_does_not_mention(manifest):
+    lines = read_lines(manifest)
+    del lines[0]["outputs"]["good"]
+    dataset = read_manifest(write_lines(manifest, lines))
+    assert kinds(dataset) == {"missing_output": 1} and "good" not in dataset.rows[0].outputs
+
+
+def test_a_model_with_half_the_outputs(manifest):
+    for index in (0, 2):
+        (manifest.parent / f"good/00{index}.png").unlink()
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {"missing_output": 2}
+    assert [row.key for row in dataset.rows if "good" in row.outputs] == ["001", "003"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"source": "in/nothing.png"}, "missing_source"),
+        ({"source": "IN/001.png"}, "missing_source"),
+        ({"source": "in/001.Png"}, "wrong_case"),
+        ({"preserve": ["background", " "]}, "bad_aspects"),
+        ({"preserve": ["background", "Background "]}, "bad_aspects"),
+        ({"target": ["background"]}, "bad_aspects"),
+        ({"target": [3]}, "bad_aspects"),
+        ({"preserve": 3}, "bad_row"),
+        ({"outputs": ["good/001.png"]}, "bad_row"),
+        ({"outputs": {"good": 3}}, "bad_row"),
+        ({"outputs": {"control: noise": "good/001.png"}}, "bad_row"),
+        ({"key": ""}, "bad_row"),
+        ({"key": "../001"}, "bad_row"),
+        ({"source": None}, "bad_row"),
+        ({"instruction": 7}, "bad_row"),
+        ({"key": "000"}, "doubled_key"),
+    ],
+)
+def test_a_bad_row_is_listed_and_left_out(manifest, fields, kind):
+    change(manifest, 1, **fields)
+    dataset = read_manifest(manifest)
+    assert kinds(dataset)[kind] == 1
+    assert "001" not in [row.key for row in dataset.rows] and dataset.total_rows == 4
+    assert len(dataset.rows) == (2 if kind == "doubled_key" else 3)
+
+
+def test_lines_that_are_no_json(manifest):
+    text = manifest.read_text().splitlines()
+    broken = [text[0], "{", "[1]", text[1].replace('"key"', '"key": "9", "key"'), "", *text[2:]]
+    manifest.write_text("\n".join(broken))
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {"bad_row": 3} and dataset.total_rows == 6
+    assert [problem.detail.split()[1] for problem in dataset.problems] == ["2", "3", "4"]
+
+
+def test_unknown_fields_are_named_once(manifest):
+    for index in (0, 1):
+        change(manifest, index, preserv=["background"])
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {"unknown_field": 1} and "preserv" in dataset.problems[0].detail
+    assert len(dataset.rows) == 4
+
+
+def test_one_file_for_two_outputs(manifest):
+    lines = read_lines(manifest)
+    change(manifest, 1, outputs={**lines[1]["outputs"], "good": "good/000.png", "drifting": "in/001.png"})
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {"shared_file": 2} and not any(problem.left_out for problem in dataset.problems)
+
+
+# --- outputs in folders
+
+
+def folder_manifest(tmp_path: Path, keys: tuple[str, ...] = ("1", "2", "a.b")) -> Path:
+    save(Scene(), tmp_path / "in.png")
+    return write_lines(tmp_path / "edits.jsonl", [{"key": key, "source": "in.png"} for key in keys])
+
+
+def test_folders_pair_by_key_and_say_what_does_not_fit(tmp_path):
+    manifest = folder_manifest(tmp_path, ("1", "2", "a.b", "Cat", "dog", "animal/7"))
+    fitting = ("1.png", "2.png", "2.jpg", "a.b.webp", "cat.png", "animal/7.png")
+    for name in (*fitting, "extra.png", "animal/8.png", "10.png"):
+        save(Scene(), tmp_path / "m" / name)
+    (tmp_path / "m" / "notes.txt").write_text("no image")
+    dataset = read_manifest(manifest, {"m": tmp_path / "m"})
+    paired = {row.key: Path(row.outputs["m"].label).name for row in dataset.rows if row.outputs}
+    assert paired == {"1": "1.png", "a.b": "a.b.webp", "animal/7": "7.png"}
+    assert kinds(dataset) == {"doubled_file": 1, "wrong_case": 1, "missing_output": 1, "unexpected_file": 3}
+
+
+def test_folders_need_keys_and_must_exist(tmp_path):
+    manifest = folder_manifest(tmp_path)
+    with pytest.raises(TPIPSError, match="of the model 'm' does not exist"):
+        read_manifest(manifest, {"m": tmp_path / "nothing"})
+    (tmp_path / "m").mkdir()
+    write_lines(manifest, [{"source": "in.png"}])
+    with pytest.raises(TPIPSError, match="names no outputs|no \"key\"") as error:
+        read_manifest(manifest)
+    assert "folder a model" in str(error.value)
+    assert kinds(read_manifest(manifest, {"m": tmp_path / "m"})) == {"bad_row": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", None, "does not exist"),
+        ("x.txt", "a", "no manifest"),
+        ("x.jsonl", "\n", "no rows"),
+        ("x.csv", "", "is empty"),
+        ("x.csv", "key,key\n1,2\n", "column 'key' twice"),
+        ("x.jsonl", b"\xff\xfe{}", "not UTF-8"),
+    ],
+)
+def test_files_that_are_no_manifest(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TPIPSError, match=message):
+        read_manifest(path)
+
+
+# --- images
+
+
+def test_sizes_and_unreadable_images_are_found_before_scoring(manifest):
+    home = manifest.parent
+    (home / "good/000.png").write_bytes(b"no image")
+    (home / "in/001.png").write_bytes(b"")
+    Image.new("RGB", (48, 48)).save(home / "good/002.png")
+    Image.new("RGB", (48, 24)).save(home / "good/003.png")
+    dataset = check_images(read_manifest(manifest))
+    assert kinds(dataset) == {"unreadable_output": 1, "unreadable_source": 1, "other_size": 1, "other_shape": 1}
+    assert [row.key for row in dataset.rows] == ["000", "002", "003"]
+    assert "good" not in dataset.rows[0].outputs and "good" in dataset.rows[1].outputs
+    skipped = check_images(read_manifest(manifest), "skip")
+    assert not any("good" in row.outputs for row in skipped.rows)
+    assert sum(problem.left_out for problem in skipped.problems) == 4
+
+
+def test_a_turned_photograph_has_its_turned_size(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.jpg", exif=exif)
+    Image.new("RGB", (20, 30)).save(tmp_path / "b.png")
+    manifest = write_lines(tmp_path / "x.jsonl", [{"source": "a.jpg", "outputs": {"m": "b.png"}}])
+    assert check_images(read_manifest(manifest)).problems == ()

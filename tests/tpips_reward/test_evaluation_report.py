@@ -1,0 +1,377 @@
+"""A whole evaluation: good and bad editors ranked right, the report's files, its folder, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from evaluation_files import read_lines, save, write_edits, write_lines
+from fake_metrics import RegionMetric
+
+import tpips_reward.cli
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation import Settings, evaluate, read_manifest, read_votes
+from tpips_reward.evaluation.controls import COPY, NOISE, OTHER
+from tpips_reward.evaluation.folder import REPORT_NAMES
+from tpips_reward.evaluation.html import esc, fill
+from tpips_reward.scenes import Scene
+
+FAST = Settings(resamples=300, examples=2)
+VOID = {"meta", "input", "img", "br", "line", "rect", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """The page as a browser takes it apart; elements must close in the order in which they opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.texts: list[str] = []
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            self.ids += [value or ""] if name == "id" else []
+            self.addresses += [value or ""] if name in ("src", "href", "action", "data") else []
+            self.handlers += [name] if name.startswith("on") else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    return write_edits(tmp_path / "data")
+
+
+def run(manifest: Path, output: Path, **options):
+    options.setdefault("settings", FAST)
+    return evaluate(read_manifest(manifest), RegionMetric(), output, metric_name="region", **options)
+
+
+def test_good_and_bad_editors_are_ranked_right(manifest, tmp_path):
+    report = run(manifest, tmp_path / "report", settings=Settings(resamples=1000))
+    entries = {entry["model"]: entry for entry in report["models"]}
+    assert [entry["model"] for entry in report["models"]] == ["good", "drifting", "destroying", COPY, OTHER, NOISE]
+    kept = [entries[model]["preservation"]["mean"] for model in ("good", "drifting", "destroying")]
+    assert kept[0] > 0.95 and 0.5 < kept[1] < 0.8 and kept[2] < 0.5
+    assert entries["good"]["change"]["mean"] > 0.9 and entries[NOISE]["change"]["mean"] == 1.0
+    # a copy keeps everything and changes nothing
+    assert (entries[COPY]["preservation"]["mean"], entries[COPY]["overall"]["mean"]) == (1.0, 0.0)
+    pair = next(entry for entry in report["comparisons"] if entry["measure"] == "overall" and
+                {entry["first"], entry["second"]} == {"good", "drifting"})  # fmt: skip
+    assert pair["difference"]["high"] < 0 and pair["p_holm"] < 0.05  # drifting - good
+    assert pair["losses"] == 1.0 and pair["rows_needed"] <= 12 == pair["difference"]["count"]
+    assert {entry["category"]: entry["rows"] for entry in report["categories"]} == {"color": 6, "paint": 6}
+    roles = {(entry["role"], entry["aspect"]): entry["cells"]["good"] for entry in report["aspects"]}
+    assert set(roles) == {("preserve", "background"), ("target", "object color")}
+    assert roles["target", "object color"]["count"] == 12
+    assert report["counts"]["outputs_scored"] == report["counts"]["outputs_expected"] == 36
+
+
+def test_half_a_model_is_compared_on_the_rows_that_it_has(manifest, tmp_path):
+    for index in range(0, 12, 2):
+        (manifest.parent / f"drifting/{index:03d}.png").unlink()
+    report = run(manifest, tmp_path / "report")
+    entry = next(entry for entry in report["models"] if entry["model"] == "drifting")
+    assert (entry["expected"], entry["scored"], entry["missing"]) == (12, 6, 6)
+    assert report["counts"]["rows_all_models_have"] == 6 and report["problems"]["counts"] == {"missing_output": 6}
+    for other in report["models"]:
+        assert other["overall_common"]["count"] == 6
+    assert {entry["difference"]["count"] for entry in report["comparisons"] if "drifting" in entry.values()} == {6}
+    assert "6 of 12" in Page((tmp_path / "report/report.html").read_text()).text
+
+
+def test_the_same_input_gives_the_same_report(manifest, tmp_path):
+    first, second = (run(manifest, tmp_path / name) for name in ("a", "b"))
+    for report in (first, second):
+        del report["work"]
+    assert first == second
+    for name in set(REPORT_NAMES) - {"report.html", "report.json"}:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_every_file_tells_the_same(manifest, tmp_path):
+    report = run(manifest, tmp_path / "report")
+    folder = tmp_path / "report"
+    assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report))
+    tables = {name: list(csv.DictReader((folder / name).open())) for name in REPORT_NAMES if name.endswith(".csv")}
+    good = next(entry for entry in report["models"] if entry["model"] == "good")
+    line = next(row for row in tables["summary.csv"] if row["model"] == "good")
+    assert float(line["overall_mean"]) == good["overall"]["mean"] and line["scored"] == "12"
+    assert len(tables["rows.csv"]) == 12 * 6 and len(tables["aspects.csv"]) == 12 * 6 * 2
+    mean = sum(float(row["overall"]) for row in tables["rows.csv"] if row["model"] == "good") / 12
+    assert mean == pytest.approx(good["overall"]["mean"])
+    shown = f"{good['overall']['mean']:.3f} ({good['overall']['low']:.3f} to {good['overall']['high']:.3f})"
+    assert "| good | 12 of 12 |" in (folder / "report.md").read_text() and shown in (folder / "report.md").read_text()
+    assert f"{good['overall']['mean']:.3f} [" in Page((folder / "report.html").read_text()).text
+
+
+# --- the page
+
+
+def test_the_page_is_whole_and_needs_nothing_else(manifest, tmp_path):
+    run(manifest, tmp_path / "report")
+    text = (tmp_path / "report/report.html").read_text()
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    targets = {address[1:] for address in page.addresses if address.startswith("#")}
+    assert targets <= set(page.ids)
+    assert all(address.startswith(("#", "data:image/jpeg;base64,")) for address in page.addresses)
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+    assert page.tags["details"] >= 4 and page.tags["img"] == page.tags["details"] * 4
+    assert page.tags["svg"] == 6 * 3 and "prefers-color-scheme: dark" in text and 'data-theme="dark"' in text
+
+
+HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> \'"& {{summary}} | `*_'
+
+
+def test_hostile_text_stays_text(tmp_path):
+    save(Scene(), tmp_path / "in.png")
+    save(Scene(shape="star"), tmp_path / "out<b>.png")
+    row = {"key": HOSTILE.replace("/", "|").replace("\\", ""), "source": "in.png", "instruction": HOSTILE + "\x00\x1b",
+           "category": HOSTILE, "preserve": ["background <i>"], "target": ["shape"],
+           "outputs": {f"model {HOSTILE}": "out<b>.png", "none": None}}  # fmt: skip
+    manifest = write_lines(tmp_path / "edits.jsonl", [row])
+    run(manifest, tmp_path / "report")
+    text = (tmp_path / "report/report.html").read_text()
+    page = Page(text)
+    assert page.tags["script"] == 1 and page.handlers == [] and page.tags["b"] > 0 == page.tags["i"]
+    assert HOSTILE in " ".join(page.texts) and "{{" in page.text and "\x00" not in text and "\x1b" not in text
+    markdown = (tmp_path / "report/report.md").read_text()
+    assert "<script" not in markdown.replace("\\<script", "")
+    heads = [line.count(" | ") for line in markdown.splitlines() if line.startswith("| ")]
+    assert all(count > 0 for count in heads)
+
+
+def test_filling_in_happens_once():
+    assert fill("{{a}} {{b}}", {"a": "{{b}}", "b": "x"}) == "{{b}} x"
+    assert esc("<\"'&\ud800\x00>") == "&lt;&quot;&#x27;&amp;\ufffd\ufffd&gt;"
+
+
+def test_the_pages_script_sorts_and_filters(manifest, tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node on this machine; the page's script is run by it")
+    run(manifest, tmp_path / "report")
+    script = re.search(r"<script>(.*)</script>", (tmp_path / "report/report.html").read_text(), re.DOTALL)
+    assert script is not None
+    (tmp_path / "page.cjs").write_text(script[1])
+    (tmp_path / "check.cjs").write_text("""
+      const page = require("./page.cjs");
+      const head = () => ({ state: "none", getAttribute() { return this.state; },
+        setAttribute(_, s) { this.state = s; } });
+      const row = (name, value) => ({ cells: [{ dataset: {}, textContent: name }, { dataset: { number: value } }] });
+      const body = { rows: [row("b10", "0.5"), row("b9", ""), row("a", "-1e-05"), row("c", "2")] };
+      body.append = (...rows) => { body.rows = rows; };
+      const table = { tHead: { rows: [{ cells: [head(), head()] }] }, tBodies: [body] };
+      const names = () => body.rows.map((r) => r.cells[0].textContent).join(" ");
+      const seen = [];
+      for (const column of [1, 1, 0, 0]) { page.sortTable(table, column); seen.push(names()); }
+      seen.push(page.matches("Make the CAR red", "red make"), page.matches("car", "bus"));
+      console.log(JSON.stringify(seen));
+    """)
+    out = subprocess.run([node, str(tmp_path / "check.cjs")], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == ["c b10 a b9", "a b10 c b9", "a b9 b10 c", "c b10 b9 a", True, False]
+
+
+# --- aspects, votes
+
+
+def test_rows_without_aspects_get_proposed_ones_that_can_be_corrected(manifest, tmp_path):
+    lines = read_lines(manifest)
+    for line in lines[:4]:
+        del line["preserve"], line["target"]
+    del lines[4]["target"]
+    write_lines(manifest, lines)
+    report = run(manifest, tmp_path / "report")
+    assert report["aspect_origins"] == {"instruction": 5, "named": 7}
+    assert [row["proposed"] for row in report["rows"]][:6] == [["preserve", "target"]] * 4 + [["target"], []]
+    assert report["rows"][0]["target"][0].endswith(" color")
+    assert "were proposed" in (tmp_path / "report/report.html").read_text()
+    path = tmp_path / "report/aspects.jsonl"
+    entries = read_lines(path)
+    assert [entry["key"] for entry in entries] == ["000", "001", "002", "003", "004"]
+    entries[0]["target"], entries[1]["instruction"] = ["object paint"], "something else"
+    write_lines(path, [*entries, {**entries[0], "key": "gone"}])
+    report = run(manifest, tmp_path / "report", overwrite=True)
+    assert report["rows"][0]["target"] == ["object paint"] and report["aspect_origins"]["edited"] == 1
+    assert report["problems"]["counts"] == {"stale_aspects": 2}
+    assert [entry["key"] for entry in read_lines(path)][-1] == "gone"
+
+
+def test_votes_are_counted(manifest, tmp_path):
+    pair = {"first": "good", "second": "drifting"}
+    votes = [{"key": f"{n:03d}", **pair, "vote": "second" if n == 0 else "first"} for n in range(12)]
+    dataset = read_votes(write_lines(tmp_path / "votes.jsonl", votes), read_manifest(manifest))
+    report = evaluate(dataset, RegionMetric(), tmp_path / "report", settings=FAST)
+    assert report["votes"]["agreement"][0]["accuracy"] == pytest.approx(11 / 12)
+    assert "Agreement with people" in (tmp_path / "report/report.html").read_text()
+
+
+# --- the folder, and what stops an evaluation
+
+
+def test_a_folder_that_exists_is_refused(manifest, tmp_path):
+    folder = tmp_path / "report"
+    run(manifest, folder)
+    with pytest.raises(TPIPSError, match="holds a report; give --overwrite"):
+        run(manifest, folder)
+    (folder / "notes.txt").write_text("mine")
+    again = run(manifest, folder, resume=True)
+    assert again["work"]["pairs_measured"] == 0 and again["work"]["pairs_cached"] == 12 * 6 * 2
+    assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0
+    assert (folder / "notes.txt").read_text() == "mine"
+    with pytest.raises(TPIPSError, match="give one of the two"):
+        run(manifest, folder, overwrite=True, resume=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "photo.png").write_text("mine")
+    with pytest.raises(TPIPSError, match=r"not empty \(photo.png\)"):
+        run(manifest, other)
+    with pytest.raises(TPIPSError, match="is a file"):
+        run(manifest, manifest)
+    with pytest.raises(TPIPSError, match="cannot be used"):
+        run(manifest, manifest / "report")
+
+
+def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):
+    class Stops(RegionMetric):
+        def similarity_pairs(self, images, references, pairs, *, value_range=(0.0, 1.0)):
+            if len(self.calls) == 3:
+                raise TPIPSError("stopped")
+            return super().similarity_pairs(images, references, pairs, value_range=value_range)
+
+    options = Settings(batch_images=7, resamples=300)
+    with pytest.raises(TPIPSError, match="stopped"):
+        evaluate(read_manifest(manifest), Stops(), tmp_path / "report", metric_name="region", settings=options)
+    assert not (tmp_path / "report/report.json").exists()
+    with pytest.raises(TPIPSError, match="did not finish; give --resume"):
+        run(manifest, tmp_path / "report")
+    report = evaluate(read_manifest(manifest), RegionMetric(), tmp_path / "report", metric_name="region", resume=True)
+    assert report["counts"]["rows_scored"] == 12
+
+
+def test_nothing_to_score(manifest, tmp_path):
+    loaded = []
+    for name in ("good", "drifting", "destroying"):
+        shutil.rmtree(manifest.parent / name)
+    with pytest.raises(TPIPSError, match="no output that can be scored. The first of 36 problems: .*does not exist"):
+        evaluate(read_manifest(manifest), lambda: loaded.append(1) or RegionMetric(), tmp_path / "report")
+    assert not loaded  # the metric is loaded when the input is known to be good
+
+
+def test_strict_stops_at_any_problem(manifest, tmp_path):
+    (manifest.parent / "good/000.png").unlink()
+    with pytest.raises(TPIPSError, match="1 problems with the input"):
+        run(manifest, tmp_path / "report", settings=Settings(strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sizes", "x"), ("batch_images", 1), ("resamples", 5), ("examples", -1), ("level", 1.0), ("tie_margin", 2.0)],
+)
+def test_bad_settings(field, value):
+    with pytest.raises(TPIPSError, match=field):
+        Settings(**{field: value})
+
+
+# --- the command
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: RegionMetric())
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = tpips_reward.cli.main(["evaluate", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_the_command(command, manifest, tmp_path):
+    status, out, err = command(manifest, "--output", tmp_path / "r", "--resamples", 300, "--model",
+                               f"more={manifest.parent / 'good'}")  # fmt: skip
+    assert status == 0 and err == "" and "| more | 12 of 12 |" in out and str(tmp_path / "r/report.html") in out
+    assert "24" not in out.split("Report:")[0].splitlines()[-1]
+    report = json.loads((tmp_path / "r/report.json").read_text())
+    values = {entry["model"]: entry["overall"] for entry in report["models"]}
+    assert values["more"] == values["good"] and report["problems"]["counts"] == {"shared_file": 12}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "x"), "write NAME=FOLDER"),
+        (("--model", "good=."), "has a folder; name one of them otherwise"),
+        (("--layout", "gedit"), "needs --benchmark"),
+        (("--sources", "."), "--sources means nothing"),
+        (("--layout", "editreward-tiger", "--votes", "v"), "of its own"),
+        (("--resamples", "1"), "resamples is 1"),
+        (("--votes", "nothing.jsonl"), "nothing.jsonl does not exist"),
+    ],
+)
+def test_bad_options_are_one_line(command, manifest, tmp_path, arguments, message):
+    status, out, err = command(manifest, "--output", tmp_path / "r", *arguments)
+    assert status == 2 and out == "" and message in err and len(err.strip().splitlines()) == 1
+
+
+# --- in a browser
+
+
+def test_the_page_in_a_browser(manifest, tmp_path):
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser sees the page")
+    run(manifest, tmp_path / "report")
+    with sync.sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch()
+        except sync.Error as error:
+            pytest.skip(f"Chromium does not start: {str(error).splitlines()[0]}")
+        page = browser.new_page(color_scheme="dark")
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
+        page.goto((tmp_path / "report/report.html").as_uri())
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 31)"
+        page.select_option("#theme", "light")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        page.click("#row-table th:nth-child(4) button")
+        values = page.locator("#row-table tbody tr td:nth-child(4)").all_inner_texts()
+        assert [float(value) for value in values] == sorted(map(float, values), reverse=True) and len(values) == 36
+        page.fill('input[data-filter="row-table"]', "good paint")
+        assert page.locator("#row-table tbody tr:visible").count() == 6
+        example = page.locator("details.example").first
+        example.locator("summary").click()
+        assert example.locator("img").first.is_visible()
+        assert page.evaluate("document.querySelector('details[open] img').naturalWidth") > 0
+        assert errors == []
+        browser.close()

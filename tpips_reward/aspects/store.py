@@ -1,0 +1,105 @@
+"""The file of proposed aspects: one JSON line an edit, to be read and corrected by people.
+
+    {"key": "0001", "instruction": "make the car red", "kind": "color", "target": ["car color"], "preserve": [...]}
+
+Corrections stay: an entry is proposed anew only where its instruction has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpips_reward.aspects.validation import check_proposed
+from tpips_reward.errors import TPIPSError
+from tpips_reward.files import write_text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Aspects for one edit, as the file has them.
+
+    Attributes:
+        instruction: what they were proposed for.
+        kind: of the edit; only for the reader.
+        target, preserve: aspects.
+    """
+
+    instruction: str
+    kind: str
+    target: tuple[str, ...]
+    preserve: tuple[str, ...]
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """The file's entries by key; none where there is no file.
+
+    Raises:
+        TPIPSError: the file cannot be read, a line is no entry, its aspects break the rules, or a key is there twice.
+            People edit this file, so an error names the line.
+    """
+    if not path.exists():
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TPIPSError(f"The aspects in {path} cannot be read: {error}.") from None
+    entries: dict[str, Entry] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            key, entry = _parse(line)
+            if key in entries:
+                raise TPIPSError(f"the key {key!r} is there twice; keep one.")
+        except TPIPSError as error:
+            raise TPIPSError(f"{path}, line {number}: {error}") from None
+        entries[key] = entry
+    return entries
+
+
+def write_entries(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Writes entries, atomically, in the order of the mapping.
+
+    Raises:
+        TPIPSError: the disk refuses.
+    """
+    lines = [
+        json.dumps(
+            {
+                "key": key,
+                "instruction": e.instruction,
+                "kind": e.kind,
+                "target": list(e.target),
+                "preserve": list(e.preserve),
+            },
+            ensure_ascii=False,
+        )
+        for key, e in entries.items()
+    ]
+    try:
+        write_text(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise TPIPSError(f"The proposed aspects cannot be written to {path}: {error.strerror or error}.") from error
+
+
+def _parse(line: str) -> tuple[str, Entry]:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TPIPSError(f"no JSON ({error.msg} at character {error.pos}).") from None
+    if not isinstance(content, dict):
+        raise TPIPSError("an entry is an object, {...}.")
+    for name in ("key", "instruction"):
+        if not isinstance(content.get(name), str):
+            raise TPIPSError(f'"{name}" is {content.get(name)!r}; give text.')
+    lists = {}
+    for name in ("preserve", "target"):
+        lists[name] = content.get(name, [])
+        if not isinstance(lists[name], list):
+            raise TPIPSError(f'"{name}" is {lists[name]!r}; give a list of aspects.')
+    kept, changed = check_proposed(lists["preserve"], lists["target"])
+    kind = content.get("kind", "")
+    return content["key"], Entry(content["instruction"], kind if isinstance(kind, str) else "", changed, kept)

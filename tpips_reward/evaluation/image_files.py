@@ -1,0 +1,112 @@
+"""Images that are opened when they are needed: files on the disk, or entries of a table (see `tables`)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.images import to_tensors
+
+#: What a folder of results may hold for a key, without regard to case.
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+
+class ImageRef(Protocol):
+    """Where an image is. `label` names it in messages and tells two of them apart."""
+
+    @property
+    def label(self) -> str: ...
+
+    def read(self) -> bytes:
+        """The encoded file; raises TPIPSError where that cannot be had."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image file."""
+
+    path: Path
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+    def read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            raise TPIPSError(f"{self.path} does not exist.") from None
+        except OSError as error:
+            raise TPIPSError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+
+
+def digest(content: bytes) -> str:
+    """What tells two encoded images apart: 32 hexadecimal digits of SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def image_size(ref: ImageRef) -> tuple[int, int]:
+    """(width, height) as it will be seen, turned upright, from the file's head alone.
+
+    Raises:
+        TPIPSError: it does not open.
+    """
+    source = ref.path if isinstance(ref, ImageFile) else io.BytesIO(ref.read())
+    with _sentences(ref.label), Image.open(source) as image:
+        turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation: 5 to 8 are turned by a quarter
+        return (image.height, image.width) if turned else image.size
+
+
+def decode(content: bytes, label: str) -> Tensor:
+    """An encoded image -> (3, H, W) float32 in [0, 1], upright, transparency on white.
+
+    Raises:
+        TPIPSError: truncated, no image, or a size that no metric takes.
+    """
+    with _sentences(label):
+        image = Image.open(io.BytesIO(content))
+        image.load()
+        return to_tensors([ImageOps.exif_transpose(image)], name=label)[0]
+
+
+def resized(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """(3, H, W) in [0, 1] -> (3, height, width): bicubic, antialiased, clamped; itself where the size is the same."""
+    if image.shape[1:] == size:
+        return image
+    larger = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)
+    return larger[0].clamp(0, 1)
+
+
+class _sentences:
+    """Turns Pillow's many ways of failing into one sentence that names the file."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.guard = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        self.guard.__enter__()
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.guard.__exit__(None, None, None)
+        if error is None or isinstance(error, TPIPSError):
+            return
+        if isinstance(error, FileNotFoundError):
+            raise TPIPSError(f"{self.label} does not exist.") from None
+        if isinstance(error, UnidentifiedImageError):
+            raise TPIPSError(f"{self.label} is no image that Pillow can read.") from None
+        if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+            raise TPIPSError(f"{self.label} has too many pixels; make it smaller.") from None
+        if isinstance(error, OSError | ValueError | SyntaxError | EOFError):
+            raise TPIPSError(f"{self.label} cannot be read: {error}.") from error

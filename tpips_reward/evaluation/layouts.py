@@ -1,0 +1,286 @@
+"""Folders of results as the benchmarks lay them out -> the same rows as a manifest's.
+
+| benchmark | table | results |
+|---|---|---|
+| GEdit-Bench | key, task_type, instruction, instruction_language, input_image | MODEL/fullset/TASK/LANGUAGE/KEY.png |
+| GEditBench v2 | key, task, instruction, source_image | metadata.jsonl: {"key", "candidates": [{"model", "image"}]} |
+| ImgEdit | basic_edit.json: {KEY: {"id", "prompt", "edit_type"}} | MODEL/KEY.png |
+
+None of the three names aspects; they are proposed from the instruction (`tpips_reward.aspects`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.image_files import ImageFile, ImageRef
+from tpips_reward.evaluation.pairing import (
+    Listing,
+    check_key,
+    find_key,
+    find_path,
+    output_of,
+    source_of,
+    unexpected_files,
+)
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.tables import read_table
+
+LANGUAGES = ("en", "cn")
+
+
+def model_folders(results: Path, given: Mapping[str, str | Path] | None = None) -> dict[str, Path]:
+    """The folder of each model: those that were named, or every folder in `results`.
+
+    Raises:
+        TPIPSError: a folder does not exist, or there is none.
+    """
+    if given:
+        folders = {check_model_name(name): Path(folder) for name, folder in given.items()}
+    elif results.is_dir():
+        found = sorted(entry for entry in results.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        folders = {check_model_name(entry.name): entry for entry in found}
+    else:
+        raise TPIPSError(f"The folder of results {results} does not exist.")
+    for name, folder in folders.items():
+        if not folder.is_dir():
+            raise TPIPSError(f"The folder {folder} of the model {name!r} does not exist.")
+    if not folders:
+        raise TPIPSError(f"{results} has no folders; each model's results lie in a folder of its name.")
+    return folders
+
+
+def read_gedit(
+    results: str | Path,
+    benchmark: str | Path,
+    *,
+    models: Mapping[str, str | Path] | None = None,
+    language: str = "en",
+) -> Dataset:
+    """GEdit-Bench: `results/MODEL/fullset/TASK/LANGUAGE/KEY.png`.
+
+    Args:
+        results: the folder that holds a folder a model.
+        benchmark: the benchmark's table (a file, or its folder of Parquet or Arrow files).
+        models: folders of models by name, in place of all in `results`.
+        language: "en" or "cn": which instructions; the two are answered by different images.
+
+    Raises:
+        TPIPSError: the table or a folder is missing, or no row has the language.
+    """
+    if language not in LANGUAGES:
+        raise TPIPSError(f"GEdit-Bench has instructions in {' and '.join(LANGUAGES)}, not in {language!r}.")
+    folders = model_folders(Path(results), models)
+    table = _table(Path(benchmark), ("key", "task_type", "instruction", "instruction_language", "input_image"))
+    chosen = [(place, entry) for place, entry in table if entry["instruction_language"] == language]
+    if not chosen:
+        raise TPIPSError(f"{benchmark} has no instruction in the language {language!r}.")
+
+    builder = _Builder(f"GEdit-Bench ({language})", tuple(folders))
+    expected: dict[Path, list[str]] = {}
+    for place, entry in chosen:
+        with builder.row(place, entry) as row:
+            key, task = check_key(entry["key"]), _text(entry, "task_type")
+            row.start(key, _text(entry, "instruction"), task)
+            row.source(entry["input_image"], Path(benchmark))
+            for model, folder in folders.items():
+                home = folder / "fullset" / task / language
+                expected.setdefault(home, []).append(key)
+                row.output(model, *output_of(find_key(home, key, builder.listing, ".png"), key, model))
+    for model, folder in folders.items():
+        for home in sorted(folder.glob(f"fullset/*/{language}")):
+            builder.problems += unexpected_files(home, expected.get(home, []), builder.listing, model)
+    return builder.dataset(len(chosen))
+
+
+def read_gedit_v2(
+    results: str | Path, benchmark: str | Path, *, models: Mapping[str, str | Path] | None = None
+) -> Dataset:
+    """GEditBench v2: candidates listed in `metadata.jsonl`, images relative to it.
+
+    Args:
+        results: the folder of `metadata.jsonl`, or that file.
+        benchmark: the table with the sources (Parquet, or a folder of it).
+        models: only these names (their folders are not used; `metadata.jsonl` says where the images are).
+
+    Raises:
+        TPIPSError: a table is missing or has other columns.
+    """
+    listed = Path(results) / "metadata.jsonl" if Path(results).is_dir() else Path(results)
+    candidates: dict[str, list[tuple[str, str]]] = {}
+    extra: list[Problem] = []
+    for place, entry in _table(listed, ("key", "candidates")):
+        try:
+            key, found = check_key(entry["key"]), _candidates(entry)
+        except TPIPSError as error:
+            extra.append(Problem("bad_row", f"{place}: {error}"))
+            continue
+        if key in candidates:
+            detail = f"{listed.name} has the key {key!r} twice; none of its candidates is used."
+            extra.append(Problem("doubled_key", detail, key))
+            found = []
+        candidates[key] = found
+    wanted = {check_model_name(name): None for name in (models or {})}
+    names = tuple(wanted or dict.fromkeys(model for found in candidates.values() for model, _ in found))
+    if not names:
+        raise TPIPSError(f"{listed} names no candidates.")
+
+    builder = _Builder("GEditBench v2", names)
+    builder.problems += extra
+    table = _table(Path(benchmark), ("key", "instruction", "source_image", "task"))
+    for place, entry in table:
+        with builder.row(place, entry) as row:
+            key = check_key(entry["key"])
+            row.start(key, _text(entry, "instruction"), _text(entry, "task"))
+            row.source(entry["source_image"], Path(benchmark))
+            for model in names:
+                images = [image for name, image in candidates.get(key, []) if name == model]
+                if len(images) == 1:
+                    row.output(model, *output_of(find_path(listed.parent / images[0], builder.listing), key, model))
+                elif images:
+                    detail = f"{listed.name} has {len(images)} images of {model} for the key {key!r}."
+                    row.output(model, None, [Problem("doubled_file", detail, key, model)])
+                else:
+                    detail = f"{listed.name} names no image of {model} for the key {key!r}."
+                    row.output(model, None, [Problem("missing_output", detail, key, model)])
+    known = {str(entry["key"]).strip() for _, entry in table}
+    builder.problems += [
+        Problem("unexpected_file", f"{listed.name} has the key {key!r}, which the benchmark has not.", left_out=False)
+        for key in candidates
+        if key not in known
+    ]
+    return builder.dataset(len(table))
+
+
+def read_imgedit(
+    results: str | Path,
+    benchmark: str | Path,
+    sources: str | Path,
+    *,
+    models: Mapping[str, str | Path] | None = None,
+) -> Dataset:
+    """ImgEdit's basic set: `results/MODEL/KEY.png`.
+
+    Args:
+        results: the folder that holds a folder a model.
+        benchmark: `basic_edit.json`.
+        sources: the folder with the original images, in which each "id" is a path.
+        models: folders of models by name, in place of all in `results`.
+
+    Raises:
+        TPIPSError: the table or a folder is missing.
+    """
+    folders = model_folders(Path(results), models)
+    if not Path(sources).is_dir():
+        raise TPIPSError(f"The folder of original images {sources} does not exist.")
+    builder = _Builder("ImgEdit", tuple(folders))
+    table = _table(Path(benchmark), ("key", "id", "prompt", "edit_type"))
+    for place, entry in table:
+        with builder.row(place, entry) as row:
+            key = check_key(entry["key"])
+            row.start(key, _text(entry, "prompt"), _text(entry, "edit_type"))
+            row.source(_text(entry, "id"), Path(sources) / "x")
+            for model, folder in folders.items():
+                row.output(model, *output_of(find_key(folder, key, builder.listing, ".png"), key, model))
+    keys = [str(entry["key"]) for _, entry in table]
+    for model, folder in folders.items():
+        builder.problems += unexpected_files(folder, keys, builder.listing, model)
+    return builder.dataset(len(table))
+
+
+# --- shared by the layouts
+
+
+class _Builder:
+    """Collects rows and what is wrong with them."""
+
+    def __init__(self, name: str, models: tuple[str, ...]) -> None:
+        self.name, self.models = name, models
+        self.listing = Listing()
+        self.problems: list[Problem] = []
+        self.rows: list[tuple[str, Row]] = []
+
+    def row(self, place: str, entry: dict[str, Any]) -> _RowBuilder:
+        return _RowBuilder(self, place)
+
+    def dataset(self, total: int) -> Dataset:
+        rows, doubled = unique_rows(self.rows)
+        problems = (*self.problems, *doubled, *shared_files(rows))
+        return Dataset(self.name, tuple(rows), self.models, problems, total_rows=total)
+
+
+class _RowBuilder:
+    """One row; an error inside its `with` block becomes a problem of that row alone."""
+
+    def __init__(self, builder: _Builder, place: str) -> None:
+        self.builder, self.place = builder, place
+        self.outputs: dict[str, ImageRef] = {}
+        self.ref: ImageRef | None = None
+        self.key = self.instruction = self.category = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, TPIPSError):
+            self.builder.problems.append(Problem("bad_row", f"{self.place}: {error}", self.key))
+            return True
+        if error is None and self.ref is not None:
+            row = Row(self.key, self.ref, self.instruction, self.outputs, category=self.category or "uncategorized")
+            self.builder.rows.append((self.place, row))
+        return False
+
+    def start(self, key: str, instruction: str, category: str) -> None:
+        self.key, self.instruction, self.category = key, instruction, category
+
+    def source(self, value: Any, table: Path) -> None:
+        """An image in the table, or a path relative to it."""
+        if isinstance(value, str) and value.strip():
+            home = table if table.is_dir() else table.parent
+            value, problems = source_of(find_path(home / value.strip(), self.builder.listing), self.key)
+            self.builder.problems += problems
+        elif isinstance(value, ImageFile):
+            value, problems = source_of(find_path(value.path, self.builder.listing), self.key)
+            self.builder.problems += problems
+        elif value is None or isinstance(value, str | list):
+            self.builder.problems.append(Problem("missing_source", f"{self.place} has no source image.", self.key))
+            value = None
+        self.ref = value
+
+    def output(self, model: str, ref: ImageRef | None, problems: Sequence[Problem]) -> None:
+        self.builder.problems += problems
+        if ref is not None:
+            self.outputs[model] = ref
+
+
+def _table(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    rows = read_table(path)
+    present = set(rows[0][1])
+    missing = [column for column in columns if column not in present]
+    if missing:
+        raise TPIPSError(
+            f"{path} has no column {missing[0]!r}; expected {', '.join(columns)}, found {', '.join(sorted(present))}."
+        )
+    return [(place, {column: row.get(column) for column in columns}) for place, row in rows]
+
+
+def _text(entry: dict[str, Any], name: str) -> str:
+    value = entry[name]
+    if not isinstance(value, str):
+        raise TPIPSError(f"{name!r} is {value!r}; expected text.")
+    return value.strip()
+
+
+def _candidates(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    value = entry["candidates"]
+    if not isinstance(value, list):
+        raise TPIPSError(f"'candidates' is {value!r}; expected a list of {{'model', 'image'}}.")
+    found = []
+    for item in value:
+        if not isinstance(item, dict) or not isinstance(item.get("image"), str):
+            raise TPIPSError(f"a candidate is {item!r}; expected {{'model', 'image'}}.")
+        found.append((check_model_name(item.get("model")), item["image"]))
+    return found

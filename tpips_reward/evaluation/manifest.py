@@ -1,0 +1,214 @@
+"""A manifest, JSONL or CSV: one edit a row, with the output of each model.
+
+    {"key": "0001", "source": "in/1.png", "instruction": "make the car red", "category": "color",
+     "preserve": ["background"], "target": ["car color"], "outputs": {"base": "base/1.png", "tuned": "tuned/1.png"}}
+
+A CSV has the columns key, source, instruction, category, preserve, target (aspects parted by ";") and one column
+"output:NAME" a model. Paths are relative to the manifest. Outputs may also come from a folder a model, by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.image_files import ImageRef
+from tpips_reward.evaluation.pairing import (
+    Listing,
+    check_key,
+    find_key,
+    find_path,
+    output_of,
+    source_of,
+    unexpected_files,
+)
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.tables import csv_rows, parse_object, read_text
+from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
+
+FIELDS = ("key", "source", "image", "instruction", "outputs", "preserve", "target", "category")
+OUTPUT_COLUMN = "output:"
+
+
+def read_manifest(path: str | Path, folders: Mapping[str, str | Path] | None = None) -> Dataset:
+    """A manifest's rows; everything that cannot be used is listed in the result's `problems`.
+
+    Args:
+        path: a file that ends in .jsonl or .csv.
+        folders: further models by name, each with a folder that has one image a key.
+
+    Raises:
+        TPIPSError: the file or a folder cannot be read, is of another kind, or has no rows.
+    """
+    manifest = Path(path)
+    entries = _entries(manifest)
+    if not entries:
+        raise TPIPSError(f"{manifest} has no rows.")
+    places = {check_model_name(name): Path(folder) for name, folder in (folders or {}).items()}
+    for name, folder in places.items():
+        if not folder.is_dir():
+            raise TPIPSError(f"The folder {folder} of the model {name!r} does not exist.")
+    listing, problems = Listing(), []
+    parsed: list[tuple[str, Row]] = []
+    named: dict[str, None] = {}
+    seen: set[str] = set()
+    mentioned: dict[str, set[str]] = {}
+    for number, (place, entry) in enumerate(entries, 1):
+        if isinstance(entry, TPIPSError):
+            problems.append(Problem("bad_row", f"{place} is {entry}"))
+            continue
+        try:
+            fields = _fields(entry, number, bool(places))
+        except TPIPSError as error:
+            problems.append(Problem("bad_row", f"{place}: {error}"))
+            continue
+        mentioned.setdefault(fields["key"], set()).update(fields["outputs"])
+        clash = sorted(set(fields["outputs"]) & set(places))
+        if clash:
+            raise TPIPSError(f"The model {clash[0]!r} is in the manifest and has a folder; name one of them otherwise.")
+        named.update(dict.fromkeys(fields["outputs"]))
+        seen.update(fields["unknown"])
+        row, found = _row(fields, manifest.parent, places, listing, place)
+        problems += found
+        if row is not None:
+            parsed.append((place, row))
+    rows, doubled = unique_rows(parsed)
+    models = (*named, *places)
+    if not models:
+        raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.")
+    problems += [
+        Problem(
+            "unknown_field", f"The field {name!r} means nothing here; there are {', '.join(FIELDS)}.", left_out=False
+        )
+        for name in sorted(seen)
+    ]
+    problems += [*doubled, *shared_files(rows)]
+    problems += [
+        Problem("missing_output", f"The row {row.key!r} does not mention {model}.", row.key, model)
+        for row in rows
+        for model in named
+        if model not in mentioned[row.key]
+    ]
+    for name, folder in places.items():
+        problems += unexpected_files(folder, mentioned, listing, name)
+    return Dataset(manifest.name, tuple(rows), models, tuple(problems), total_rows=len(entries))
+
+
+def row_aspects(preserve: Sequence[str], target: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A row's aspects, stripped.
+
+    Raises:
+        TPIPSError: an empty aspect, one twice, or one both to keep and to change.
+    """
+    kept, changed = aspect_lists([list(preserve)], 1, "preserve"), aspect_lists([list(target)], 1, "target")
+    check_disjoint(kept, changed)
+    return tuple(kept[0]), tuple(changed[0])
+
+
+def _entries(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        found: list[tuple[str, dict[str, Any] | TPIPSError]] = []
+        # not splitlines: a JSON string may hold U+2028
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if line.strip():
+                try:
+                    found.append((f"line {number}", parse_object(line)))
+                except TPIPSError as error:
+                    found.append((f"line {number}", error))
+        return found
+    if suffix == ".csv":
+        return [(place, _from_csv(row)) for place, row in csv_rows(path)]
+    if not path.exists():
+        raise TPIPSError(f"{path} does not exist; give a manifest that ends in .jsonl or .csv.")
+    raise TPIPSError(f"{path} is no manifest; give a file that ends in .jsonl or .csv.")
+
+
+def _from_csv(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
+    """A CSV row in the form of a JSON row; empty cells name nothing."""
+    if "" in row or None in row.values():
+        return TPIPSError("of another length than the heading; quote cells that hold commas.")
+    entry: dict[str, Any] = {"outputs": {}}
+    for name, cell in row.items():
+        text = (cell or "").strip()
+        if name.startswith(OUTPUT_COLUMN):
+            entry["outputs"][name.removeprefix(OUTPUT_COLUMN)] = text or None
+        elif name in ("preserve", "target"):
+            entry[name] = [part.strip() for part in text.split(";")] if text else []
+        elif text:
+            entry[name] = text
+    return entry
+
+
+def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, Any]:
+    """A row's fields, checked.
+
+    Raises:
+        TPIPSError: a field is missing or of the wrong kind.
+    """
+    if "key" not in entry and needs_key:
+        raise TPIPSError('no "key"; outputs in folders are found by it.')
+    key = check_key(entry.get("key", str(number)))
+    sources = [entry[name] for name in ("source", "image") if name in entry]
+    if len(sources) != 1 or not isinstance(sources[0], str) or not sources[0].strip():
+        raise TPIPSError('give the source image as "source", a path.')
+    outputs = entry.get("outputs") or {}
+    if not isinstance(outputs, dict):
+        raise TPIPSError('"outputs" is an object: {"name of a model": "path of its image"}.')
+    for model, value in outputs.items():
+        if value is not None and (not isinstance(value, str) or not value.strip()):
+            raise TPIPSError(f"the output of {model!r} is {value!r}; give a path, or null where there is none.")
+    for name in ("instruction", "category"):
+        if not isinstance(entry.get(name, ""), str):
+            raise TPIPSError(f'"{name}" is {entry[name]!r}; give text.')
+    return {
+        "key": key,
+        "source": sources[0].strip(),
+        "instruction": entry.get("instruction", "").strip(),
+        "category": entry.get("category", "").strip() or "uncategorized",
+        "outputs": {check_model_name(model): value for model, value in outputs.items()},
+        "preserve": _aspect_field(entry, "preserve"),
+        "target": _aspect_field(entry, "target"),
+        "unknown": [name for name in entry if name not in FIELDS],
+    }
+
+
+def _aspect_field(entry: dict[str, Any], name: str) -> list[Any]:
+    value = entry.get(name)
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        return value
+    raise TPIPSError(f'"{name}" is {value!r}; give a list of aspects.')
+
+
+def _row(
+    fields: dict[str, Any], home: Path, folders: Mapping[str, Path], listing: Listing, place: str
+) -> tuple[Row | None, list[Problem]]:
+    key = fields["key"]
+    try:
+        preserve, target = row_aspects(fields["preserve"], fields["target"])
+    except TPIPSError as error:
+        return None, [Problem("bad_aspects", f"{place}: {error}", key)]
+    source, problems = source_of(find_path(home / fields["source"], listing), key)
+    outputs: dict[str, ImageRef] = {}
+    for model, value in fields["outputs"].items():
+        if value is None:
+            problems.append(Problem("missing_output", f"{place} names no output of {model}.", key, model))
+            continue
+        ref, found = output_of(find_path(home / value.strip(), listing), key, model)
+        problems += found
+        if ref is not None:
+            outputs[model] = ref
+    for model, folder in folders.items():
+        ref, found = output_of(find_key(folder, key, listing), key, model)
+        problems += found
+        if ref is not None:
+            outputs[model] = ref
+    if source is None:
+        return None, problems
+    return Row(key, source, fields["instruction"], outputs, preserve, target, fields["category"]), problems

@@ -1,0 +1,141 @@
+"""From a name to a file, strictly: what is nearly right is named and not taken.
+
+Names are compared with the folder's own listing, so that the answer is the same on file systems that ignore case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile
+from tpips_reward.evaluation.rows import Problem
+
+
+@dataclass
+class Listing:
+    """The names in folders, each folder read once."""
+
+    _names: dict[Path, frozenset[str]] = field(default_factory=dict)
+
+    def names(self, folder: Path) -> frozenset[str]:
+        """Names of the files in a folder; none where there is no such folder."""
+        if folder not in self._names:
+            try:
+                found = frozenset(entry.name for entry in folder.iterdir() if not entry.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                found = frozenset()
+            except OSError as error:
+                raise TPIPSError(f"The folder {folder} cannot be read: {error.strerror or error}.") from error
+            self._names[folder] = found
+        return self._names[folder]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file, or why there is none. `kind` may also say something about a file that was found."""
+
+    path: Path | None
+    kind: str = ""
+    detail: str = ""
+
+
+def find_path(path: Path, listing: Listing) -> Found:
+    """The file of exactly this name: a manifest that names a file means that file."""
+    names = listing.names(path.parent)
+    if path.name in names:
+        return Found(path)
+    alike = sorted(name for name in names if name.casefold() == path.name.casefold())
+    if alike:
+        return Found(None, "wrong_case", f"{path} does not exist, but {alike[0]} does; correct the case.")
+    siblings = sorted(name for name in names if Path(name).stem == path.stem and is_image_name(name))
+    if siblings:
+        return Found(None, "other_suffix", f"{path} does not exist, but {siblings[0]} does; correct the suffix.")
+    return Found(None, "missing", f"{path} does not exist.")
+
+
+def find_key(folder: Path, key: str, listing: Listing, suffix: str | None = None) -> Found:
+    """The image file of a key in a folder of results: `folder/key.png`, or another image suffix where it is the only
+    one.
+
+    Args:
+        folder: a model's results.
+        key: a file name without suffix, possibly with folders before it ("animal/7").
+        suffix: the layout's own suffix; another one is found all the same, and said. None: any is as good.
+    """
+    home, stem = (folder / key).parent, PurePosixPath(key).name
+    names = [name for name in listing.names(home) if is_image_name(name)]
+    own = sorted(name for name in names if _stem(name) == stem)
+    if len(own) > 1:
+        detail = f"{home} has {', '.join(own)} for the key {key!r}; keep the one that is meant."
+        return Found(None, "doubled_file", detail)
+    if own:
+        if suffix is None or own[0] == stem + suffix:
+            return Found(home / own[0])
+        return Found(home / own[0], "other_suffix", f"{home / own[0]} stands for {stem + suffix}; it is used.")
+    alike = sorted(name for name in names if _stem(name).casefold() == stem.casefold())
+    if alike:
+        detail = f"{home} has {alike[0]} for the key {key!r}; correct the case."
+        return Found(None, "wrong_case", detail)
+    return Found(None, "missing", f"{folder} has no image for the key {key!r}.")
+
+
+def unexpected_files(folder: Path, keys: Iterable[str], listing: Listing, model: str) -> list[Problem]:
+    """Images in a folder of results that belong to no key."""
+    names = list(keys)
+    known = {key.casefold() for key in names}
+    places = {folder, *((folder / key).parent for key in names)}
+    problems = []
+    for place in sorted(places):
+        for name in sorted(listing.names(place)):
+            key = (place / _stem(name)).relative_to(folder).as_posix()
+            if is_image_name(name) and key.casefold() not in known:
+                detail = f"{place / name} belongs to no row."
+                problems.append(Problem("unexpected_file", detail, model=model, left_out=False))
+    return problems
+
+
+def output_of(found: Found, key: str, model: str) -> tuple[ImageFile | None, list[Problem]]:
+    """What a search for a model's output means for a row."""
+    if not found.kind:
+        return ImageFile(found.path) if found.path else None, []
+    kind = "missing_output" if found.kind == "missing" else found.kind
+    problem = Problem(kind, found.detail, key, model, left_out=found.path is None)
+    return (ImageFile(found.path) if found.path else None), [problem]
+
+
+def source_of(found: Found, key: str) -> tuple[ImageFile | None, list[Problem]]:
+    """What a search for a source means for a row."""
+    if not found.kind:
+        return ImageFile(found.path) if found.path else None, []
+    kind = "missing_source" if found.kind == "missing" else found.kind
+    problem = Problem(kind, f"Source: {found.detail}", key, left_out=found.path is None)
+    return (ImageFile(found.path) if found.path else None), [problem]
+
+
+def check_key(key: object) -> str:
+    """A key as text.
+
+    Raises:
+        TPIPSError: it is no text or whole number, empty, or leads out of the folder of results.
+    """
+    if isinstance(key, bool) or not isinstance(key, str | int) or not str(key).strip():
+        raise TPIPSError(f"The key is {key!r}; give a short text or a number.")
+    text = str(key).strip()
+    path = PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
+        raise TPIPSError(
+            f"The key {text!r} leads out of the folder of results; keys are names such as 0001 or animal/7."
+        )
+    return text
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file's name says that it is an image; hidden files do not count."""
+    return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_SUFFIXES
+
+
+def _stem(name: str) -> str:
+    return name[: -len(Path(name).suffix)] if Path(name).suffix else name
