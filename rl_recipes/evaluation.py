@@ -143,8 +143,11 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float 
         for each measure ``{"difference", "standard_error", "low", "high", "relative"}``, None where it is not known.
     """
     out: dict[str, dict[str, float | None]] = {}
+    # By key: a photograph that went missing between the two has no partner.
+    earlier = {row["key"]: row for row in before.rows}
+    both = [(earlier[row["key"]], row) for row in after.rows if row["key"] in earlier]
     for name in MEASURES:
-        pairs = [(b[name], a[name]) for b, a in zip(before.rows, after.rows, strict=True)]
+        pairs = [(b[name], a[name]) for b, a in both]
         values = np.array([(b, a) for b, a in pairs if b is not None and a is not None], dtype=np.float64).reshape(
             -1, 2
         )

@@ -65,20 +65,31 @@ def load_metric(
     target = parse_device(device)
     kind = parse_dtype(dtype) if dtype is not None else torch.float32 if target.type == "cpu" else torch.bfloat16
     hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    if not isinstance(source, (str, os.PathLike)):
+        raise TPIPSError(f"A metric is named by a text or a path such as 'builtin:late', not by {source!r}.")
     folder = resolve(str(os.fspath(source)), hub)
-    if (folder / CONFIG_NAME).is_file():
-        fusion, info = _load_own(folder, kind)
-    elif is_released_layout(folder):
-        fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
-        info = {}
-    else:
+    try:
+        if (folder / CONFIG_NAME).is_file():
+            fusion, info = _load_own(folder, kind)
+        elif is_released_layout(folder):
+            fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
+            info = {}
+        else:
+            raise TPIPSError(
+                f"{folder} is no TPIPS checkpoint: it has neither {CONFIG_NAME} (ours) "
+                "nor config.json and model.pt (released)."
+            )
+        change_scale = info.pop("change_scale", None)
+        fusion.requires_grad_(False)
+        metric = Metric(fusion, change_scale=change_scale, info={"source": str(source), **info})
+    except TPIPSError:
+        raise
+    except Exception as error:  # configs, templates and tokenizers that are damaged fail in many ways
+        reason = " ".join(str(error).split())[:300]
         raise TPIPSError(
-            f"{folder} is no TPIPS checkpoint: it has neither {CONFIG_NAME} (ours) "
-            "nor config.json and model.pt (released)."
-        )
-    change_scale = info.pop("change_scale", None)
-    fusion.requires_grad_(False)
-    metric = Metric(fusion, change_scale=change_scale, info={"source": str(source), **info})
+            f"{folder} cannot be loaded ({type(error).__name__}: {reason}); a file is damaged, or its files do not belong "
+            "together. Fetch it again."
+        ) from error
     return metric.to(target)
 
 
@@ -155,6 +166,8 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         target = torch.device(device)
     except RuntimeError:
         raise TPIPSError(f"The device {device!r} is unknown; use cpu, cuda, cuda:1 ...") from None
+    if target.type == "meta":
+        raise TPIPSError("The device 'meta' holds no numbers, so nothing can be scored on it; use 'cpu'.")
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise TPIPSError(
             f"The device {str(target)!r} is not there (GPUs found: {torch.cuda.device_count()}); use 'cpu'."

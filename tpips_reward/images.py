@@ -109,6 +109,9 @@ def _planes(item: Any, label: str) -> Tensor:
         raise TPIPSError(
             f"{label} is of type {type(item).__name__}; give a PIL image, an array or a tensor{_path_hint(item)}"
         )
+    elif item.is_meta or item.layout != torch.strided:
+        what = "on the meta device" if item.is_meta else f"of layout {item.layout}"
+        raise TPIPSError(f"{label} is a tensor {what}; give a dense tensor that holds pixels.")
     pixels = item.unsqueeze(0) if item.ndim == 2 else item
     if pixels.shape[0] not in _CHANNELS:
         raise TPIPSError(

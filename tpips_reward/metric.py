@@ -189,10 +189,13 @@ class Metric:
         """Move or convert the weights in place; returns the metric itself.
 
         Raises:
-            TPIPSError: float16, or an unknown dtype.
+            TPIPSError: float16, an unknown dtype, or a device that this PyTorch cannot use.
         """
         kind = parse_dtype(dtype) if dtype is not None else None
-        self.fusion.to(device=device, dtype=kind)
+        try:
+            self.fusion.to(device=device, dtype=kind)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise TPIPSError(f"The metric cannot be moved to the device {str(device)!r} ({error}); use 'cpu'.") from error
         return self
 
     def gradient_checkpointing_enable(self) -> Metric:

@@ -61,11 +61,24 @@ class ImageSettings:
                 mean=tuple(float(v) for v in config["image_mean"]),  # type: ignore[arg-type]
                 std=tuple(float(v) for v in config["image_std"]),  # type: ignore[arg-type]
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise TPIPSError(
-                f"The processor's config lacks {error}: patch_size, merge_size, temporal_patch_size, image_mean, "
+                f"The processor's config lacks {error} or has no number there: patch_size, merge_size, temporal_patch_size, image_mean, "
                 "image_std, size.shortest_edge and size.longest_edge are needed."
             ) from error
+
+    def __post_init__(self) -> None:
+        whole = (self.patch_size, self.merge_size, self.temporal_patch_size, self.min_pixels, self.max_pixels)
+        if min(whole) < 1 or self.max_pixels < self.min_pixels:
+            raise TPIPSError(
+                f"The processor's sizes are patch {whole[0]}, merge {whole[1]}, temporal patch {whole[2]} and "
+                f"{whole[3]} to {whole[4]} pixels; they must be positive, and the limits in order."
+            )
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise TPIPSError(
+                f"The processor's image_mean {self.mean} and image_std {self.std} need three numbers each, the latter "
+                "above 0."
+            )
 
     def to_config(self) -> dict[str, Any]:
         """The fields in the form of a preprocessor_config.json."""

@@ -52,6 +52,15 @@ PROMPTS: dict[str, PromptStyle] = {
 }
 
 
+def is_text(value: str) -> bool:
+    """Whether a string is valid Unicode: broken escapes in JSON give lone surrogates, which no tokenizer takes."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def normalize_aspect(aspect: str | None) -> str | None:
     """Strip an aspect; None, "" and "overall" (without case) become None: the prompt without an aspect.
 
@@ -66,6 +75,8 @@ def normalize_aspect(aspect: str | None) -> str | None:
             f"of type {type(aspect).__name__}."
         )
     stripped = aspect.strip()
+    if not is_text(stripped):
+        raise TPIPSError(f"The aspect {stripped[:40]!r} holds a lone surrogate, which is no character; check its encoding.")
     if len(stripped) > MAX_ASPECT_CHARACTERS:
         raise TPIPSError(
             f"An aspect may have at most {MAX_ASPECT_CHARACTERS} characters, got {len(stripped)} "

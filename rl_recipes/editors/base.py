@@ -21,6 +21,7 @@ from rl_recipes.editors import attention, lora
 from rl_recipes.editors.conditions import Conditions, Size
 from rl_recipes.editors.errors import EditorError
 from rl_recipes.editors.full import FullWeights
+from tpips_reward.prompts import is_text
 
 __all__ = ["Conditions", "Editor", "EditorError", "Images", "Size", "group_by_size"]
 
@@ -111,6 +112,8 @@ class Editor(ABC):
         """
         if not isinstance(instruction, str) or not instruction.strip():
             raise EditorError(f"An instruction must be a sentence, but it is {instruction!r}.")
+        if not is_text(instruction):
+            raise EditorError(f"The instruction {instruction[:80]!r} holds a lone surrogate, which is no character.")
 
     # What a pipeline family implements --------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def _evaluate(editor: Any, folder: Path, prompts: Any = None, count: int = 6, **
 def _rows(**columns: list[float | None]) -> Evaluation:
     count = len(next(iter(columns.values())))
     nothing: list[float | None] = [None] * count
-    return Evaluation([{"kind": "color"} | {m: columns.get(m, nothing)[i] for m in MEASURES} for i in range(count)])
+    return Evaluation([{"kind": "color", "key": f"row-{i}"} | {m: columns.get(m, nothing)[i] for m in MEASURES} for i in range(count)])
 
 
 def test_an_evaluation_repeats_exactly_and_does_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -110,6 +110,12 @@ def test_differences_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["low"] is not None and found["low"] < change.mean() < found["high"]
     assert found["relative"] == pytest.approx(change.mean() / base.mean())
     assert compare(before, after)["preserve"]["difference"] is None
+
+
+def test_edits_are_compared_by_key_and_one_without_a_partner_is_left_out() -> None:
+    before, after = _rows(drift=[0.5, 0.3, 0.1]), _rows(drift=[0.4, 0.3, 0.2])
+    del after.rows[0]
+    assert compare(before, after)["drift"]["difference"] == pytest.approx(0.05)
 
 
 def test_unknown_values_are_left_out_in_pairs() -> None:

@@ -279,3 +279,32 @@ def test_an_offline_hub_is_one_clear_error(tmp_path):
 def test_devices(parity, device, message):
     with pytest.raises(TPIPSError, match=message):
         load_metric(parity / "embedding", device=device)
+
+
+@pytest.mark.parametrize("source", [None, 3])
+def test_a_source_that_is_no_name_is_an_error(source):
+    with pytest.raises(TPIPSError, match="named by a text or a path"):
+        load_metric(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("chat_template.jinja", "{% if messages %}"),
+        ("tpips_config.json", '{"format": 1, "fusion": "late", "change_scale": "abc"}'),
+        ("tpips_config.json", '{"format": 1, "fusion": ["late"]}'),
+        ("preprocessor_config.json", '{"patch_size": "a"}'),
+    ],
+)
+def test_a_damaged_file_of_our_own_layout_is_an_error(own, name, text):
+    for other in own.glob("*processor_config.json"):
+        if name == "preprocessor_config.json":
+            other.write_text(text)
+    (own / name).write_text(text)
+    with pytest.raises(TPIPSError):
+        load_metric(own, device="cpu")
+
+
+def test_a_device_without_numbers_is_refused(own):
+    with pytest.raises(TPIPSError, match="meta"):
+        load_metric(own, device="meta")

@@ -204,3 +204,9 @@ def test_bad_value_ranges(expected, value_range):
 def test_bad_alpha(expected):
     with pytest.raises(TPIPSError, match="alpha must be"):
         to_tensors(expected, alpha="black")
+
+
+def test_tensors_without_pixels_are_named():
+    for tensor, word in ((torch.rand(3, 8, 8).to_sparse(), "sparse"), (torch.empty(3, 8, 8, device="meta"), "meta")):
+        with pytest.raises(TPIPSError, match=word):
+            to_tensors([tensor])

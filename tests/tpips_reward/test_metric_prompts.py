@@ -111,3 +111,8 @@ def test_each_aspect_is_tokenised_once(prompts, monkeypatch):
     prompts.suffix("something new")
     monkeypatch.setattr(prompts, "tokenizer", None)
     assert prompts.suffix("something new")
+
+
+def test_a_lone_surrogate_is_no_aspect():
+    with pytest.raises(TPIPSError, match="surrogate"):
+        normalize_aspect("light\udcff")
