@@ -130,11 +130,24 @@ class RunFolder:
                 f"The output folder {self.path} is in use (it holds {', '.join(sorted(used)[:3])}…). "
                 f"--resume continues the run in it, --overwrite replaces it, or give another --output_dir."
             )
+        if overwrite and any(name in _OWN for name in used) and not self._holds_a_run():
+            raise RunError(
+                f"--overwrite would delete from {self.path} what no run of this script has written (its config.yaml is "
+                "missing or is another program's); give another --output_dir, or empty it yourself."
+            )
         write_atomic(self.path / ".writable", lambda p: p.write_bytes(bytes(1 << 20)))
         with disk_errors(self.path):
             (self.path / ".writable").unlink()
             for leftover in self.path.glob(".tmp-*"):
                 leftover.unlink(missing_ok=True)
+
+    def _holds_a_run(self) -> bool:
+        """Whether ``config.yaml`` is one of ours, so that what lies beside it is the run's."""
+        try:
+            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return False
+        return isinstance(content, dict) and {"reward", "num_generations"} <= content.keys()
 
     def clear(self) -> None:
         """Removes what an earlier run wrote here, and nothing else."""

@@ -21,10 +21,21 @@ def test_a_used_folder_needs_a_word(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is in use .*--resume .*--overwrite"):
         folder.check()
     folder.check(resume=True)
+    folder.save_config({"reward": "tpips:preserve", "num_generations": 8})
     folder.check(overwrite=True)
     assert folder.metrics.exists()
     folder.clear()
     assert not folder.metrics.exists() and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("config", [None, "name: another program\n", "[1]"])
+def test_overwrite_leaves_what_no_run_has_written(tmp_path: Path, config: str | None) -> None:
+    (tmp_path / "logs").mkdir()
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(config)
+    with pytest.raises(RunError, match="--overwrite would delete"):
+        RunFolder(tmp_path).check(overwrite=True)
+    assert (tmp_path / "logs").is_dir()
 
 
 def test_a_fresh_folder_is_made_and_left_empty(tmp_path: Path) -> None:
