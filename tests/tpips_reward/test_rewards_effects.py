@@ -6,7 +6,6 @@ import pytest
 import torch
 from fake_metrics import ChannelMetric, ConstantMetric
 
-import tpips_reward
 from tpips_reward.checkpoints import load_metric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards.effects import (
@@ -22,8 +21,6 @@ from tpips_reward.rewards.effects import (
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rewards.md"
-BUILTIN = Path(tpips_reward.__file__).parent / "builtin" / "late" / "tpips_config.json"
-needs_builtin = pytest.mark.skipif(not BUILTIN.is_file(), reason="builtin:late has not been trained in this checkout")
 
 CHEATS = ("copy of the source", "another image", "black", "noise")
 
@@ -33,7 +30,6 @@ def table():
     return measure_effects(load_metric("builtin:late", device="cpu"), samples=48, seed=1)
 
 
-@needs_builtin
 @pytest.mark.parametrize("column", ["tpips:preserve", "tpips:edit"])
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_true_edit_is_worth_more_than_any_cheat(table, column, cheat):
@@ -42,38 +38,32 @@ def test_a_true_edit_is_worth_more_than_any_cheat(table, column, cheat):
     assert table[cheat][wins] >= 0.9
 
 
-@needs_builtin
 @pytest.mark.parametrize("column", ["p", "tpips:preserve", "tpips:edit"])
 def test_drift_in_other_aspects_costs(table, column):
     assert table["true edit, drifted"][column] < table["true edit"][column] - 0.005
     assert column == "p" or table["true edit, drifted"]["wins" if column == "tpips:preserve" else "wins (edit)"] > 0.85
 
 
-@needs_builtin
 def test_without_the_gate_copying_is_the_best_that_one_can_do(table):
     assert table["copy of the source"]["p"] == pytest.approx(1.0, abs=1e-4)
     assert all(table["copy of the source"]["p"] > values["p"] for row, values in table.items() if row[:4] != "copy")
 
 
-@needs_builtin
 def test_with_the_gate_a_copy_is_worth_nothing(table):
     for column in ("t", "g", "tpips:preserve", "tpips:edit"):
         assert table["copy of the source"][column] == pytest.approx(0.0, abs=1e-3)
 
 
-@needs_builtin
 def test_the_default_threshold_lets_true_edits_pass(table):
     assert table["true edit"]["g"] > 0.75
 
 
-@needs_builtin
 def test_the_command_prints_the_table(capsys):
     assert main(["--samples", "4"]) == 0
     printed = capsys.readouterr().out
     assert "`builtin:late`, 4 held-out procedural edits" in printed and all(row in printed for row in CONTROLS)
 
 
-@needs_builtin
 def test_the_document_holds_the_table():
     block = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     measured = measure_effects(load_metric("builtin:late", device="cpu"), samples=64, seed=0)
@@ -82,7 +72,6 @@ def test_the_document_holds_the_table():
         assert [float(cell) for cell in rows[name]] == pytest.approx(list(values.values()), abs=0.02)
 
 
-@needs_builtin
 def test_change_scale_is_the_measured_one():
     metric = load_metric("builtin:late", device="cpu")
     assert metric.change_scale == pytest.approx(measure_change_scale(metric), rel=0.02)
