@@ -33,6 +33,7 @@ from metric_training.evaluation.report import write_file, write_report
 from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.errors import exit_on_errors
 from tpips_reward.scenes import to_tensor
 
 __all__ = [
@@ -212,26 +213,25 @@ def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[
     )
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     metrics: list[str] = options.metric or ["builtin:late"]
     simple = options.data is None and options.output_dir is None and len(metrics) == 1
     simple = simple and metrics[0] not in BASELINES and not metrics[0].startswith(UNTRAINED)
-    try:
-        if simple:
-            results = compare(load_metric(metrics[0], device=options.device, dtype=options.dtype), options.triplets)
-        else:
-            results = run_evaluation(options, metrics)
-        print(as_markdown(results) if simple else report_markdown(results))
-        if options.output:
-            write_file(options.output, (json.dumps(results, indent=1) + "\n").encode())
-        if options.output_dir:
-            write_report(options.output_dir, results)
-            print(f"\nWritten to {options.output_dir}")
-    except TPIPSError as error:
-        parser.exit(2, f"error: {error}\n")
+    if simple:
+        if options.triplets < 1:
+            raise TPIPSError(f"--triplets must be at least 1, not {options.triplets}.")
+        results = compare(load_metric(metrics[0], device=options.device, dtype=options.dtype), options.triplets)
+    else:
+        results = run_evaluation(options, metrics)
+    print(as_markdown(results) if simple else report_markdown(results))
+    if options.output:
+        write_file(options.output, (json.dumps(results, indent=1) + "\n").encode())
+    if options.output_dir:
+        write_report(options.output_dir, results)
+        print(f"\nWritten to {options.output_dir}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from metric_training.builtin_model import build_late_fusion
 from metric_training.evaluate import as_markdown, compare
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.errors import exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.rewards.effects import measure_change_scale
 
@@ -63,10 +64,14 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
     checkpoint = run / "checkpoint.pt"
     if not checkpoint.exists():
         raise TPIPSError(f"{run} has no checkpoint.pt; give the output_dir of metric_training/train.py.")
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    late = build_late_fusion(saved["config"]["seed"])
-    weights = {k.removeprefix("late."): v for k, v in saved["model"].items() if k.startswith("late.")}
-    late.load_state_dict(weights)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        late = build_late_fusion(saved["config"]["seed"])
+        weights = {k.removeprefix("late."): v for k, v in saved["model"].items() if k.startswith("late.")}
+        late.load_state_dict(weights)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        reason = " ".join(str(error).split())[:200]
+        raise TPIPSError(f"{checkpoint} is no checkpoint of metric_training/train.py ({reason}).") from error
     late.to(torch.bfloat16).to(torch.float32)
     change_scale = measure_change_scale(Metric(late), samples=edits)
     info = {"name": "builtin:late", "license": "apache-2.0"}
@@ -94,6 +99,7 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
     return figures
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Export a trained metric for load_metric.")
@@ -101,11 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--triplets", type=int, default=1000, help="triplets in each test set")
     options = parser.parse_args(arguments)
-    try:
-        figures = export(options.run, options.output, options.triplets)
-    except TPIPSError as error:
-        parser.exit(2, f"error: {error}\n")
-    print(as_markdown(figures["results"]))
+    if options.triplets < 1:
+        raise TPIPSError(f"--triplets must be at least 1, not {options.triplets}.")
+    print(as_markdown(export(options.run, options.output, options.triplets)["results"]))
 
 
 if __name__ == "__main__":

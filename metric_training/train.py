@@ -13,12 +13,13 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
@@ -32,9 +33,11 @@ from metric_training.data.votes import Voters
 from metric_training.evaluate import held_out_triplets, metric_judge, score_triplets
 from metric_training.losses import odd_one_out_loss, pair_similarities
 from tpips_reward import Metric, TPIPSError
+from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_atomic, write_text
 from tpips_reward.fusion.late import LateFusion
 from tpips_reward.scenes import Scene, render, sample_scene, to_tensor
+from tpips_reward.stopping import Interrupted, StopSignal
 
 
 @dataclass
@@ -157,11 +160,6 @@ def step_rng(config: TrainConfig, stage: int, step: int, rank: int) -> np.random
     return np.random.default_rng([config.seed, stage, step, rank])
 
 
-def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
-    """Writes ``checkpoint.pt`` atomically."""
-    write_atomic(folder / "checkpoint.pt", lambda path: torch.save(state, path))
-
-
 def prepare_folder(config: TrainConfig, used_by_us: bool = False) -> tuple[Path, dict[str, Any] | None]:
     """The output folder, and the checkpoint to resume from (or None).
 
@@ -185,6 +183,8 @@ def prepare_folder(config: TrainConfig, used_by_us: bool = False) -> tuple[Path,
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise TPIPSError(f"The checkpoint {checkpoint} cannot be read ({error}); start anew with --overwrite.") from error
+    if not isinstance(saved, dict) or {"model", "optimizer", "step", "seconds", "config"} - saved.keys():
+        raise TPIPSError(f"{checkpoint} is no checkpoint of this script; start anew with --overwrite.")
     for name, value in asdict(config).items():
         if name not in RESUMABLE and saved["config"].get(name) != value:
             raise TPIPSError(
@@ -245,9 +245,28 @@ def start_log(path: Path, start: int) -> None:
     write_text(path, "".join(f"{line}\n" for line in kept))
 
 
+def stop_everywhere(accelerator: Accelerator, stop: StopSignal) -> bool:
+    """Whether any process was asked to stop; all get the same answer at the same step."""
+    if accelerator.num_processes == 1:
+        return stop.requested
+    asked = torch.tensor(float(stop.requested), device=accelerator.device)
+    return bool(accelerator.reduce(asked, reduction="sum") > 0)
+
+
 def main(config: TrainConfig) -> None:
-    """Trains, and leaves checkpoint.pt (for --resume and metric_training.export) and log.jsonl in the output folder."""
+    """Trains, and leaves checkpoint.pt (for --resume and metric_training.export) and log.jsonl in the output folder.
+
+    Raises:
+        TPIPSError: for settings or a folder that cannot be used, or a loss that is not finite.
+        Interrupted: after Ctrl-C or SIGTERM; a checkpoint of all steps that are done is there then.
+    """
     check_config(config)
+    with StopSignal() as stop:
+        run(config, stop)
+
+
+def run(config: TrainConfig, stop: StopSignal) -> None:
+    """The training itself; see `main`."""
     accelerator = Accelerator(
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
         cpu=not torch.accelerator.is_available(),
@@ -273,7 +292,16 @@ def main(config: TrainConfig) -> None:
     clock = time.monotonic() - seconds
     if accelerator.is_main_process:
         start_log(folder / "log.jsonl", start)
+    def save(done: int) -> None:
+        state = {"model": trainee.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
+        facts = {"seconds": time.monotonic() - clock, "config": asdict(config)}
+        write_atomic(folder / "checkpoint.pt", lambda path: torch.save(state | facts, path))
+
     for total, stage, step, rate in schedule(config, start):
+        if stop_everywhere(accelerator, stop):
+            if accelerator.is_main_process and total > start:
+                save(total)
+            raise Interrupted
         for group in optimizer.param_groups:
             group["lr"] = rate
         rng = step_rng(config, stage, step, accelerator.process_index)
@@ -284,15 +312,18 @@ def main(config: TrainConfig) -> None:
             vote_loss, side_loss = vote_losses(wrapped, triplets, config.temperature)
             fade = config.attribute_weight * max(0.0, 1 - step / (0.8 * config.steps))
             loss = vote_loss + fade * side_loss
+        done = total + 1
+        record = {"step": done, "stage": stage, "loss": float(loss.detach()), "seconds": time.monotonic() - clock}
+        if not math.isfinite(record["loss"]):
+            raise TPIPSError(
+                f"The loss became {record['loss']} at step {done}; start anew with a lower "
+                f"{'--vision_learning_rate' if stage == 0 else '--learning_rate'} in another --output_dir."
+            )
         optimizer.zero_grad(set_to_none=True)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(wrapped.parameters(), config.max_grad_norm)
         optimizer.step()
         bar.update()
-        done = total + 1
-        record = {"step": done, "stage": stage, "loss": float(loss.detach()), "seconds": time.monotonic() - clock}
-        if not math.isfinite(record["loss"]):
-            raise TPIPSError(f"The loss became {record['loss']} at step {done}; lower the learning rate and --resume.")
         if stage == 1:
             record["vote_loss"] = float(vote_loss.detach())
         last = done == config.vision_steps + config.steps
@@ -303,23 +334,38 @@ def main(config: TrainConfig) -> None:
             with open(folder / "log.jsonl", "a") as log:
                 log.write(json.dumps(record) + "\n")
         if accelerator.is_main_process and (done % config.save_every == 0 or last):
-            save_checkpoint(
-                folder,
-                {
-                    "model": trainee.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": done,
-                    "seconds": time.monotonic() - clock,
-                    "config": asdict(config),
-                },
-            )
+            save(done)
     if accelerator.is_main_process:
         bar.close()
 
 
-if __name__ == "__main__":
-    (arguments,) = TrlParser((TrainConfig,)).parse_args_and_config()
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The settings from flags and ``--config file.yaml``.
+
+    Raises:
+        TPIPSError: for a config file that cannot be read, an unknown setting or flag, or a value of the wrong type.
+    """
+    parser = TrlParser((TrainConfig,), allow_abbrev=False)
     try:
-        main(arguments)
-    except TPIPSError as error:
-        sys.exit(f"error: {error}")
+        config, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise TPIPSError(f"The settings cannot be used: {error} --help lists them.") from error
+    if rest:
+        raise TPIPSError(f"Unknown flag or setting {rest[0]}; --help lists them all.")
+    for item in fields(config):
+        value, kind = getattr(config, item.name), type(item.default)
+        if type(value) is int and kind is float:
+            setattr(config, item.name, float(value))
+        elif type(value) is not kind:
+            raise TPIPSError(f"{item.name} must be of type {kind.__name__}, not {value!r}.")
+    return config
+
+
+if __name__ == "__main__":
+    with exit_on_errors():
+        arguments = parse_config()
+        try:
+            main(arguments)
+        except Interrupted:
+            print("Stopped. The same command with --resume goes on from the last step.", file=sys.stderr)
+            sys.exit(INTERRUPTED)

@@ -65,7 +65,7 @@ def start_trackers(args: Arguments, accelerator: Accelerator) -> None:
 
 def check_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:
     """The output folder, once the main process has seen that this run may use it; nothing in it is changed yet."""
-    folder = RunFolder(args.grpo.output_dir)
+    folder = RunFolder(args.grpo.output_dir, owner=accelerator.is_main_process)
     if accelerator.is_main_process:
         folder.check(overwrite=args.grpo.overwrite, resume=args.grpo.resume)
     return folder
@@ -74,6 +74,7 @@ def check_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:
 def claim_folder(folder: RunFolder, args: Arguments, accelerator: Accelerator) -> None:
     """Takes the folder for this run: --overwrite acts now, when everything else has been found to work."""
     if accelerator.is_main_process:
+        folder.check(overwrite=args.grpo.overwrite, resume=args.grpo.resume)  # another run may have come in between
         if args.grpo.overwrite:
             folder.clear()
         folder.save_config(args.to_dict())

@@ -11,7 +11,9 @@ import io
 import json
 import logging
 import os
+import pickle
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from tpips_reward.files import sync
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
+_MANIFEST, _WEIGHTS, _STATE = "manifest.json", "trainable.safetensors", "state.pt"
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -78,8 +80,8 @@ def save_checkpoint(
             buffer = io.BytesIO()
             torch.save(state, buffer)
             # Through Python's own files, whose errors say what is wrong with the disk.
-            (work / "trainable.safetensors").write_bytes(save(weights))
-            (work / "state.pt").write_bytes(buffer.getvalue())
+            (work / _WEIGHTS).write_bytes(save(weights))
+            (work / _STATE).write_bytes(buffer.getvalue())
             also(work)
             _write_manifest(work, iteration)
             if final.exists():
@@ -120,25 +122,30 @@ def load_checkpoint(path: Path, module: torch.nn.Module, optimizer: Any) -> tupl
         RunError: when it belongs to another adapter.
     """
     try:
-        weights = load_file(path / "trainable.safetensors")
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise RunError(f"The checkpoint {path} cannot be read ({error}); start anew with --overwrite.") from error
+        weights = load_file(path / _WEIGHTS)
+        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        iteration, extra, moments, randomness = (state[k] for k in ("iteration", "extra", "optimizer", "random"))
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RunError(f"The checkpoint {path} cannot be read ({reason}); start anew with --overwrite.") from error
     parameters = trainable(module)
     if {k: tuple(v.shape) for k, v in weights.items()} != {k: tuple(v.shape) for k, v in parameters.items()}:
         raise RunError(f"The checkpoint {path} belongs to another editor or adapter; give that one's settings.")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    optimizer.load_state_dict(state["optimizer"])
-    _set_random_state(state["random"])
-    return int(state["iteration"]), state["extra"]
+    optimizer.load_state_dict(moments)
+    _set_random_state(randomness)
+    return int(iteration), extra
 
 
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None when every file has the size and hash of its manifest."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        unlisted = {_WEIGHTS, _STATE} - manifest["files"].keys()
+        if unlisted:
+            return f"its manifest does not list {', '.join(sorted(unlisted))}"
         for name, expected in manifest["files"].items():
             file = path / name
             if file.stat().st_size != expected["size"]:
@@ -152,7 +159,9 @@ def find_damage(path: Path) -> str | None:
 
 def _steps(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first."""
-    return sorted((p for p in folder.glob("step_*") if p.is_dir()), reverse=True)
+    numbered = ((re.fullmatch(r"step_(\d+)", p.name), p) for p in folder.glob("step_*") if p.is_dir())
+    found = [(int(match[1]), p) for match, p in numbered if match]
+    return [p for _, p in sorted(found, reverse=True)]
 
 
 def _write_manifest(folder: Path, iteration: int) -> None:

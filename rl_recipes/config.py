@@ -44,7 +44,8 @@ class EditorArguments:
         "auto", "Defaults for the editor, a file in rl_recipes/configs; 'auto' goes by the editor, 'none' uses none."
     )
     resolution: int | None = _setting(
-        None, "Edits have about resolution x resolution pixels, in the source's aspect ratio; left out: the editor's own."
+        None,
+        "Edits have about resolution x resolution pixels, in the source's aspect ratio; left out: the editor's own.",
     )
     editor_dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto", "Type of the frozen weights; 'auto' is float32 on a CPU and bfloat16 elsewhere."
@@ -107,7 +108,9 @@ class GRPOArguments:
     advantage_std: Literal["group", "batch"] = _setting(
         "group", "Advantages are divided by the standard deviation of the group, or of the whole batch."
     )
-    beta: float = _setting(0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does.")
+    beta: float = _setting(
+        0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
+    )
 
     max_steps: int = _setting(60, "Iterations.")
     max_minutes: float | None = _setting(
@@ -170,6 +173,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     config, argv = _take_config(list(argv))
     # The preset depends on the editor, which may come from either place, so both are read once before it.
     first = _parse(parser, config, argv)
+    _check_types(first)
+    _check_names(first)
     base = _saved_settings(first.grpo.output_dir) if first.grpo.resume else _preset(first.editor)
     parser = _Parser((EditorArguments, RewardArguments, GRPOArguments), allow_abbrev=False)
     args = _parse(parser, {**base, **config}, argv)
@@ -190,8 +195,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The config file {path} cannot be read ({error.strerror}); check --config.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} is not YAML: {' '.join(str(error).split())}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"The config file {path} is not YAML: {' '.join(str(error).split())[:300]}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"The config file {path} must hold 'setting: value' lines, not {type(content).__name__}.")
     return content
@@ -228,7 +233,7 @@ def _preset(editor: EditorArguments) -> dict[str, Any]:
     name = editor.preset
     if name == "auto":
         # A folder that brings defaults of its own is a small editor, to which a preset for GPUs does not apply.
-        own = editor.editor == "builtin" or (Path(editor.editor) / DEFAULTS_FILE).is_file()
+        own = editor.editor == "builtin" or os.path.isfile(os.path.join(editor.editor, DEFAULTS_FILE))
         name = "none" if own else preset_for(editor.editor)
     if name == "none":
         return {}
@@ -241,7 +246,7 @@ def _preset(editor: EditorArguments) -> dict[str, Any]:
 
 def _saved_settings(output_dir: str) -> dict[str, Any]:
     path = Path(output_dir) / "config.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"Nothing to resume: {output_dir} holds no run. Check --output_dir, or leave out --resume.")
     return load_yaml(path)
 
@@ -274,6 +279,15 @@ def _check_types(args: Arguments) -> None:
                 raise ConfigError(f"{item.name} must be of type {names}, not {value!r}.")
 
 
+def _check_names(args: Arguments) -> None:
+    values = args.to_dict()
+    for name in ("editor", "metric", "reward", "output_dir"):
+        if not values[name].strip():
+            raise ConfigError(f"{name} is empty; --help shows its default.")
+        if "\0" in values[name]:
+            raise ConfigError(f"{name} holds a NUL character, which no name may: {values[name]!r}.")
+
+
 def _check_ranges(args: Arguments) -> None:
     g = args.grpo
     lowest: dict[str, float] = {
@@ -283,10 +297,14 @@ def _check_ranges(args: Arguments) -> None:
         "max_steps": 0, "max_minutes": 0, "threads": 0, "seed": 0, "eval_seed": 0, "eval_samples": 0,
         "sample_grids": 0, "save_steps": 1, "save_total_limit": 1,
     }  # fmt: skip
+    # Beyond these a slip of the finger would fill the memory, or the machine, before anything could be said.
+    highest: dict[str, float] = {"resolution": 8192, "lora_rank": 4096, "threads": 1024}
     values = args.to_dict()
     for name, low in lowest.items():
-        if values[name] is not None and not low <= values[name] < float("inf"):
-            raise ConfigError(f"{name} must be at least {low:g}, not {values[name]!r}.")
+        high = highest.get(name, float("inf"))
+        if values[name] is not None and not (low <= values[name] <= high and values[name] < float("inf")):
+            bounds = f"between {low:g} and {high:g}" if name in highest else f"a number of at least {low:g}"
+            raise ConfigError(f"{name} must be {bounds}, not {values[name]!r}.")
     for name in ("eta", "epsilon", "adv_clip", "max_grad_norm", "gate_weight"):
         if not 0 < values[name] < float("inf"):
             raise ConfigError(f"{name} must be a number above 0, not {values[name]!r}.")
@@ -306,8 +324,5 @@ def _check_ranges(args: Arguments) -> None:
         raise ConfigError(f"train_steps is {g.train_steps}, but only {g.sde_window} steps are stochastic (sde_window).")
     if g.overwrite and g.resume:
         raise ConfigError("--overwrite and --resume contradict each other; give one of them.")
-    for name in ("editor", "metric", "reward", "output_dir"):
-        if not str(values[name]).strip():
-            raise ConfigError(f"{name} is empty; --help shows its default.")
     if g.data is not None and not os.path.isfile(g.data):
         raise ConfigError(f"--data {g.data} is no file; give a JSONL file with one edit a line.")

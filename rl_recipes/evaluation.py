@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_recipes.config import Arguments
 from rl_recipes.editors import Editor
-from rl_recipes.grpo import encode, score
+from rl_recipes.grpo import decode, encode, same_size_batches, score
 from rl_recipes.prompts import Prompt, PromptSource
 from rl_recipes.rollout import rollout
 from rl_recipes.runs import RunError, RunFolder, read_json, write_atomic, write_json
@@ -33,6 +33,10 @@ MEASURES: dict[str, int] = {
 #: Without known scenes an edit counts as a copy when it differs from its source by less than this on average (0 to 1).
 COPY_L1 = 0.02
 _BOOTSTRAP = 2000
+#: With fewer pairs a resampled mean says nothing about the spread, and there is no standard error.
+MIN_PAIRS = 8
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,6 +57,10 @@ class Evaluation:
     def means(self) -> dict[str, float | None]:
         """The mean of each measure over the edits for which it is known."""
         return {name: _mean([row[name] for row in self.rows]) for name in MEASURES}
+
+    def images_by_key(self) -> dict[str, torch.Tensor]:
+        """The first edited images by the key of their row."""
+        return {row["key"]: image for row, image in zip(self.rows, self.images, strict=False)}
 
     def by_kind(self) -> dict[str, dict[str, float | None]]:
         """The same for each kind of edit."""
@@ -81,7 +89,15 @@ class Evaluation:
                 f"{folder / 'before.safetensors'} is damaged ({error}); start anew with --overwrite."
             ) from error
         kept = read_json(folder / "before.json")
-        return cls(kept["rows"], [images[name] for name in sorted(images)], kept["seconds"])
+        try:
+            rows, seconds = kept["rows"], float(kept["seconds"])
+            if any(row.keys() != {"key", "kind", "instruction", *MEASURES} for row in rows):
+                raise KeyError("a row has other measures")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"{folder / 'before.json'} is damaged, or of another version ({error}); start anew with --overwrite."
+            ) from error
+        return cls(rows, [images[name] for name in sorted(images)], seconds)
 
 
 @torch.no_grad()
@@ -112,14 +128,16 @@ def evaluate(
     g, guidance = args.grpo, args.editor.guidance_scale
     own = range(accelerator.process_index, count, accelerator.num_processes)
     found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
-    for batch in _batches(editor, prompts, own, g.samples_per_batch or g.prompts_per_iteration * g.num_generations):
+    most = g.samples_per_batch or g.prompts_per_iteration * g.num_generations
+    asked = _once_each(((index, prompts[index]) for index in own), lambda item: item[1].key)
+    for batch in same_size_batches(asked, lambda item: editor.output_size(item[1].image), most):
         chosen = [prompt for _, prompt in batch]
         conditions = encode(editor, chosen, guidance)
         generators = [generator(g.eval_seed, EVALUATION, index) for index, _ in batch]
         steps = g.eval_inference_steps or g.num_inference_steps
         with accelerator.autocast():  # the transformer alone, as in training
             final = rollout(editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
-        edits = [image.float() for image in editor.decode(final, conditions)]
+        edits = decode(editor, final, conditions, f"evaluation_{name}")
         sources = [editor.fit(prompt.image).to(edits[0].device) for prompt in chosen]
         out = score(reward, edits, sources, chosen, f"evaluation_{name}", folder)
         for i, (index, prompt) in enumerate(batch):
@@ -133,6 +151,7 @@ def evaluate(
             found.append((index, row, edits[i].cpu() if index < g.sample_grids else None))
         progress(len(found))
     found = sorted(gather_object(found), key=lambda item: item[0])
+    found = list(_once_each(found, lambda item: str(item[1]["key"])))
     return Evaluation([row for _, row, _ in found], [image for _, _, image in found if image is not None])
 
 
@@ -140,7 +159,8 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float 
     """Paired differences after - before with bootstrap standard errors and 95 % intervals.
 
     Returns:
-        for each measure ``{"difference", "standard_error", "low", "high", "relative"}``, None where it is not known.
+        for each measure ``{"difference", "standard_error", "low", "high", "relative"}``, None where it is not known;
+        the spread is not known for fewer than :data:`MIN_PAIRS` pairs.
     """
     out: dict[str, dict[str, float | None]] = {}
     # By key: a photograph that went missing between the two has no partner.
@@ -155,18 +175,22 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float 
             out[name] = dict.fromkeys(("difference", "standard_error", "low", "high", "relative"))
             continue
         differences = values[:, 1] - values[:, 0]
-        rng = np.random.default_rng(0)
-        resampled = differences[rng.integers(0, len(differences), (_BOOTSTRAP, len(differences)))].mean(1)
-        low, high = np.quantile(resampled, [0.025, 0.975])
         start = values[:, 0].mean()
         out[name] = {
             "difference": float(differences.mean()),
-            "standard_error": float(resampled.std()),
-            "low": float(low),
-            "high": float(high),
+            **_spread(differences),
             "relative": float(differences.mean() / start) if start else None,
         }
     return out
+
+
+def _spread(differences: np.ndarray) -> dict[str, float | None]:
+    if len(differences) < MIN_PAIRS:
+        return dict.fromkeys(("standard_error", "low", "high"))
+    rng = np.random.default_rng(0)
+    resampled = differences[rng.integers(0, len(differences), (_BOOTSTRAP, len(differences)))].mean(1)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return {"standard_error": float(resampled.std()), "low": float(low), "high": float(high)}
 
 
 def setbacks(before: Evaluation, after: Evaluation) -> list[str]:
@@ -188,10 +212,11 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
     means_before, means_after, differences = before.means(), after.means(), compare(before, after)
     for name, direction in MEASURES.items():
         b, a, d = means_before[name], means_after[name], differences[name]
-        if b is None or a is None or d["difference"] is None or d["standard_error"] is None:
+        if b is None or a is None or d["difference"] is None:
             table.add_row(name, "–", "–", "–", "–")
             continue
-        clear = abs(d["difference"]) > 2 * d["standard_error"]
+        error = d["standard_error"]
+        clear = error is not None and abs(d["difference"]) > 2 * error
         style = ("green" if d["difference"] * direction > 0 else "red") if clear else ""
         relative = f" ({100 * d['relative']:+.0f} %)" if d["relative"] is not None else ""
         arrow = "↑" if direction > 0 else "↓"
@@ -200,7 +225,7 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
             f"{b:.4f}",
             f"{a:.4f}",
             f"{d['difference']:+.4f}{relative}",
-            f"{d['standard_error']:.4f}",
+            "–" if error is None else f"{error:.4f}",
             style=style,
         )
     return table
@@ -220,21 +245,13 @@ def _measure(prompt: Prompt, edit: torch.Tensor, source: torch.Tensor) -> dict[s
     }
 
 
-def _batches(
-    editor: Editor, prompts: PromptSource, positions: Sequence[int], size: int
-) -> Iterator[list[tuple[int, Prompt]]]:
-    """Consecutive (position, prompt) pairs whose edits have one size."""
-    batch: list[tuple[int, Prompt]] = []
-    shape = None
-    for position in positions:
-        prompt = prompts[position]
-        if batch and (len(batch) == size or editor.output_size(prompt.image) != shape):
-            yield batch
-            batch = []
-        shape = editor.output_size(prompt.image)
-        batch.append((position, prompt))
-    if batch:
-        yield batch
+def _once_each(items: Iterable[T], key: Callable[[T], str]) -> Iterator[T]:
+    """Leaves out what has come before: a photograph that is broken gives its place to the next one."""
+    seen: set[str] = set()
+    for item in items:
+        if key(item) not in seen:
+            seen.add(key(item))
+            yield item
 
 
 def _known(value: float | torch.Tensor) -> float | None:

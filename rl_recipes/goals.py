@@ -8,14 +8,13 @@ reads each run's ``summary.json`` and prints a Markdown table; a cell in bold mi
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_recipes.runs import read_json
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, exit_on_errors
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,29 @@ def _change(before: float | None, after: float | None) -> str:
     return f"{before:.4f} → {after:.4f}{relative}"
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; 0 when every run meets every goal, 1 when one does not, 2 for a run that cannot be read."""
+    """Prints the table; returns 0 when every run meets every goal, 1 when one does not.
+
+    Raises:
+        TPIPSError: for a run that cannot be read.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="output folders of finished runs")
     args = parser.parse_args(arguments)
-    try:
-        summaries = [read_json(run / "summary.json") for run in args.runs]
-    except TPIPSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    summaries = [_summary(run / "summary.json") for run in args.runs]
     print(goals_table(summaries))
     return int(any(missed(summary) for summary in summaries))
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    summary = read_json(path)
+    try:
+        missed(summary)
+        summary["seed"], summary["iterations"]
+    except (KeyError, TypeError) as error:
+        raise TPIPSError(f"{path} is no summary of rl_recipes/grpo_edit.py ({type(error).__name__}: {error}).") from error
+    return summary
 
 
 if __name__ == "__main__":

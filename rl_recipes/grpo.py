@@ -7,9 +7,9 @@ processes draw what one process would draw, and the averaged gradient is that of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +20,16 @@ from rl_recipes.algorithms.kl import gaussian_kl
 from rl_recipes.algorithms.losses import clipped_policy_loss
 from rl_recipes.config import Arguments
 from rl_recipes.editors import Conditions, Editor
+from rl_recipes.editors.base import Size
 from rl_recipes.progress import PhaseTimer
 from rl_recipes.prompts import Prompt, PromptSource
 from rl_recipes.rollout import Trajectory, replay, rollout
-from rl_recipes.runs import RunError, RunFolder, StopSignal
+from rl_recipes.runs import DivergedError, RunError, RunFolder
 from rl_recipes.seeds import NOISE, WINDOW, generator
 from tpips_reward.rewards import RewardOutput, TPIPSReward
+from tpips_reward.stopping import StopSignal
+
+T = TypeVar("T")
 
 
 class Draw(NamedTuple):
@@ -84,20 +88,25 @@ def draw_train_steps(iteration: int, args: Arguments) -> list[int]:
     return sorted(int(k) for k in rng.permutation(g.sde_window)[: g.train_steps])
 
 
-def make_batches(drawn: Sequence[Draw], args: Arguments, uniform: bool = True) -> list[list[Draw]]:
-    """Splits the edits of an iteration into batches of one size each, of ``samples_per_batch`` edits at most.
+def make_batches(drawn: Sequence[Draw], editor: Editor, args: Arguments) -> list[list[Draw]]:
+    """Splits the edits of an iteration into batches of one size each, of ``samples_per_batch`` edits at most."""
+    sizes = {item.group: editor.output_size(item.prompt.image) for item in drawn}
+    return list(same_size_batches(drawn, lambda item: sizes[item.group], args.grpo.samples_per_batch or len(drawn)))
 
-    Where sizes differ (``uniform=False``) no batch holds two groups: all processes then take the same number.
-    """
-    most = args.grpo.samples_per_batch or len(drawn)
-    batches: list[list[Draw]] = []
-    for item in drawn:
-        last = batches[-1][-1] if batches else None
-        if last is not None and len(batches[-1]) < most and (uniform or last.group == item.group):
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-    return batches
+
+def same_size_batches(items: Iterable[T], size_of: Callable[[T], Size], most: int) -> Iterator[list[T]]:
+    """Neighbours whose edits have one size, at most ``most`` together; takes no more items than it yields."""
+    batch: list[T] = []
+    last = None
+    for item in items:
+        size = size_of(item)
+        if batch and (len(batch) == most or size != last):
+            yield batch
+            batch = []
+        batch.append(item)
+        last = size
+    if batch:
+        yield batch
 
 
 def encode(editor: Editor, prompts: Sequence[Prompt], guidance_scale: float) -> Conditions:
@@ -121,6 +130,7 @@ def collect(
 
     Raises:
         RunError: when the reward fails or is not finite; the batch is kept in ``failed_batch`` then.
+        DivergedError: when an edit has pixels that are not finite.
         Interrupted: when a stop was asked for.
     """
     g = args.grpo
@@ -142,16 +152,33 @@ def collect(
             guidance_scale=args.editor.guidance_scale,
         )
     stop.check()
+    where = f"iteration_{iteration:06d}/group_{drawn[0].group:03d}_edit_{drawn[0].sample:03d}"
     with timer("decode"), torch.no_grad():
-        edits = [image.float() for image in editor.decode(trajectory.final, conditions)]
+        edits = decode(editor, trajectory.final, conditions, where)
         fitted = [editor.fit(prompt.image).to(edits[0].device) for prompt in distinct.values()]
     prompts, sources = [item.prompt for item in drawn], [fitted[row] for row in rows]
-    where = f"iteration_{iteration:06d}/group_{drawn[0].group:03d}_edit_{drawn[0].sample:03d}"
     with timer("reward"):
         output = score(reward, edits, sources, prompts, where, folder)
     stop.check()
     groups = torch.tensor([item.group for item in drawn])
     return Batch(prompts, groups, trajectory, edits, sources, output, torch.empty(0))
+
+
+def decode(editor: Editor, latents: torch.Tensor, conditions: Conditions, where: str) -> list[torch.Tensor]:
+    """The edits as (3, H, W) float32 images.
+
+    Raises:
+        DivergedError: when a pixel is not finite.
+    """
+    edits = [image.float() for image in editor.decode(latents, conditions)]
+    broken = sum(not bool(torch.isfinite(edit).all()) for edit in edits)
+    if broken:
+        raise DivergedError(
+            f"{broken} of {len(edits)} edits of {where} have pixels that are not finite. Where training has begun, its "
+            f"weights have diverged: start anew with a lower --learning_rate. Where it has not, the editor's own weights "
+            f"or their type are at fault: try --editor_dtype float32."
+        )
+    return edits
 
 
 def score(

@@ -19,9 +19,10 @@ from rl_recipes import building, grpo
 from rl_recipes.config import Arguments, parse_arguments
 from rl_recipes.progress import Clock, Display, PhaseTimer
 from rl_recipes.reporting import report
-from rl_recipes.runs import Interrupted, StopSignal
+from rl_recipes.runs import DivergedError
 from rl_recipes.session import Session
 from tpips_reward.errors import TPIPSError
+from tpips_reward.stopping import Interrupted, StopSignal
 
 
 def train(args: Arguments, clock: Clock) -> int:
@@ -31,16 +32,15 @@ def train(args: Arguments, clock: Clock) -> int:
     reward = building.build_reward(args, accelerator.device)
     editor, optimizer = building.build_editor(args, accelerator.device)
     prompts, held_out, num_held_out = building.build_prompts(args, editor, reward)
-    building.claim_folder(folder, args, accelerator)
-    building.start_trackers(args, accelerator)
-
     stop = StopSignal(alone=accelerator.num_processes == 1)
     display = Display(args.grpo.max_steps, enabled=accelerator.is_main_process)
     session = Session(
         args, accelerator, folder, editor, optimizer, reward, held_out, num_held_out, clock, display, stop
     )
-    with stop, display:
+    with folder, stop, display:
         try:
+            building.claim_folder(folder, args, accelerator)
+            building.start_trackers(args, accelerator)
             session.restore()
             before = session.evaluate_before()
             while session.goes_on():
@@ -49,7 +49,7 @@ def train(args: Arguments, clock: Clock) -> int:
                 drawn = grpo.draw_prompts(prompts, iteration, args, accelerator)
                 batches = [
                     grpo.collect(editor, reward, part, iteration, args, folder, accelerator, timer, stop)
-                    for part in grpo.make_batches(drawn, args, uniform=prompts.uniform_size)
+                    for part in grpo.make_batches(drawn, editor, args)
                 ]
                 grpo.assign_advantages(batches, args, accelerator)
                 moved = grpo.update(
@@ -62,6 +62,8 @@ def train(args: Arguments, clock: Clock) -> int:
             session.save_after_error()
             display.say(session.stopped())
             return 130
+        except DivergedError:
+            raise
         except Exception:
             session.save_after_error()
             raise

@@ -105,9 +105,9 @@ class Display:
     ) -> None:
         self._bar.stop()
 
-    def say(self, text: Any) -> None:
-        """Prints a line or a table above the bar."""
-        self.console.print(text)
+    def say(self, text: Any, style: str | None = None) -> None:
+        """Prints a line or a table above the bar; brackets in a line are text and no markup."""
+        self.console.print(text, style=style, markup=False)
 
     def count(self, phase: str, done: int, total: int, info: str | None = None) -> None:
         """Moves the bar of a phase such as an evaluation; without ``info`` its text stays."""

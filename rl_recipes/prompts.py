@@ -63,8 +63,6 @@ class Prompt:
 class PromptSource(Protocol):
     """What a run needs of a source of prompts."""
 
-    uniform_size: bool
-
     def __getitem__(self, position: int) -> Prompt:
         """The prompt at any position >= 0; a source of finite length starts over."""
         ...
@@ -78,8 +76,6 @@ class ProceduralPrompts:
         split: "train", or "test" for combinations of edit, shape and value that never occur in training.
         size: side of the rendered images in pixels.
     """
-
-    uniform_size = True
 
     def __init__(self, seed: int, split: Literal["train", "test"] = "train", size: int = 64) -> None:
         self.seed, self.split, self.size = seed, split, size
@@ -104,6 +100,7 @@ class Row:
     line: int
     image: Path
     size: tuple[int, int]
+    bytes: int
     instruction: str
     preserve: tuple[str, ...]
     target: tuple[str, ...]
@@ -124,7 +121,8 @@ class JSONLPrompts:
     Attributes:
         rows: the usable rows.
         bad: (line number, reason) of each row that was skipped, those found later included.
-        fingerprint: SHA-256 of the file, so that a run that resumes can tell whether it has changed.
+        fingerprint: SHA-256 of the file and of its images' sizes in pixels and bytes, so that a run that resumes can
+            tell whether they have changed; of an image that was exchanged for one of equal sizes it knows nothing.
 
     Raises:
         PromptError: when the file cannot be read, a row is bad and ``on_bad_row="error"``, or no row is usable.
@@ -144,7 +142,6 @@ class JSONLPrompts:
             content = self.path.read_bytes()
         except OSError as error:
             raise PromptError(f"The data file {path} cannot be read ({error.strerror}); check --data.") from error
-        self.fingerprint = hashlib.sha256(content).hexdigest()
         for number, line in enumerate(content.split(b"\n"), 1):
             if not line.strip():
                 continue
@@ -159,7 +156,7 @@ class JSONLPrompts:
             raise PromptError(f"The data file {path} has no usable row ({reasons}).")
         if self.bad:
             log.warning("%s: %d of %d rows skipped", self.path.name, len(self.bad), len(self.bad) + len(self.rows))
-        self.uniform_size = len({row.size for row in self.rows}) == 1
+        self.fingerprint = _fingerprint(content, self.rows)
         self._broken: set[int] = set()
 
     def __len__(self) -> int:
@@ -215,8 +212,8 @@ def parse_row(line: bytes, number: int, folder: Path) -> Row:
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PromptError(f"not JSON ({error}).") from error
+    except (ValueError, RecursionError) as error:  # a ValueError also for numbers of more than 4300 digits
+        raise PromptError(f"not JSON ({_reason(error)}).") from error
     if not isinstance(row, dict):
         raise PromptError(f'not an object such as {{"image": …}} but {type(row).__name__}.')
     for name in ("image", "instruction", "preserve"):
@@ -231,7 +228,8 @@ def parse_row(line: bytes, number: int, folder: Path) -> Row:
     if "://" in row["image"]:
         raise PromptError(f"'image' must be a local file, not the address {row['image']!r}; download it first.")
     path = folder / row["image"]
-    return Row(number, path, image_size(path), row["instruction"].strip(), preserve, target)
+    size = image_size(path)
+    return Row(number, path, size, path.stat().st_size, row["instruction"].strip(), preserve, target)
 
 
 def _aspects(value: object, name: str, empty: bool = False) -> tuple[str, ...]:
@@ -252,6 +250,9 @@ def image_size(path: Path) -> tuple[int, int]:
         PromptError: when the file is missing, is no image, or has a size that cannot be used.
     """
     try:
+        # A pipe would be waited for without end, and a device read without end.
+        if path.exists() and not path.is_file():
+            raise PromptError(f"the image {path} is no file; give an image file.")
         with Image.open(path) as image:
             width, height = image.size
             # Asking a PNG for EXIF data that its header lacks would decode all of it.
@@ -260,6 +261,8 @@ def image_size(path: Path) -> tuple[int, int]:
                 width, height = height, width
     except FileNotFoundError as error:
         raise PromptError(f"the image {path} does not exist.") from error
+    except PromptError:
+        raise
     except Exception as error:  # Pillow's decoders raise many kinds, struct.error and SyntaxError among them
         raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
     if width * height > MAX_PIXELS:
@@ -289,5 +292,12 @@ def load_image(path: Path) -> torch.Tensor:
         raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
 
 
+def _fingerprint(content: bytes, rows: list[Row]) -> str:
+    digest = hashlib.sha256(content)
+    for row in rows:
+        digest.update(f"{row.line} {row.size} {row.bytes}\n".encode())
+    return digest.hexdigest()
+
+
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split())[:200] or type(error).__name__

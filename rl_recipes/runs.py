@@ -7,11 +7,10 @@ import json
 import logging
 import os
 import shutil
-import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -35,8 +34,8 @@ class RunError(TPIPSError):
     """A run that cannot start or go on; the message says what happened and what to do."""
 
 
-class Interrupted(Exception):
-    """The user asked the run to stop (Ctrl-C or SIGTERM)."""
+class DivergedError(RunError):
+    """Weights that no longer make finite images: what they are must not be kept as a checkpoint."""
 
 
 @contextmanager
@@ -57,6 +56,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             errno.EROFS: "it is read-only; choose another --output_dir",
             errno.ENOTDIR: "a part of the path is a file; choose another --output_dir",
             errno.EEXIST: "a part of the path is a file; choose another --output_dir",
+            errno.ENAMETOOLONG: "the name is too long; choose another --output_dir",
         }.get(error.errno or 0, f"{error.strerror or error}")
         raise RunError(f"Cannot write {path}: {why}.") from error
     except SafetensorError as error:
@@ -103,28 +103,57 @@ def to_image(pixels: torch.Tensor) -> Image.Image:
 
 
 class RunFolder:
-    """The output folder of one run.
+    """The output folder of one run: ``with folder`` keeps other runs out of it.
 
     Only the main process writes. All files but ``metrics.jsonl`` are replaced as a whole; that one is appended to, a
     line an iteration, and a broken last line is dropped when the run resumes.
+
+    Args:
+        path: the folder; it need not exist.
+        owner: whether this is the process that writes, and that holds the lock.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, owner: bool = True) -> None:
+        self.path, self.owner = Path(path), owner
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        """Locks the folder, which is made if it does not exist; the system unlocks it when the process ends.
+
+        Raises:
+            RunError: when another run writes to it, or it cannot be made.
+        """
+        if self.owner and self._depth == 0:
+            with disk_errors(self.path):
+                if self.path.exists() and not self.path.is_dir():
+                    raise RunError(f"--output_dir {self.path} is a file; give a folder.")
+                self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock_folder(self.path)
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def check(self, *, overwrite: bool = False, resume: bool = False) -> None:
         """Checks that this run may use the folder, and that it can be written to; changes nothing that is in it.
 
         Raises:
-            RunError: when it is used already and neither flag is given, or cannot be written to.
+            RunError: when it is used already and neither flag is given, another run writes to it, or it cannot be
+                written to.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise RunError(f"--output_dir {self.path} is a file; give a folder.")
+        with self:
+            self._check(overwrite, resume)
+
+    def _check(self, overwrite: bool, resume: bool) -> None:
         with disk_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            used = [p.name for p in self.path.iterdir() if not p.name.startswith(".tmp-")]
+            used = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
         if used and not (overwrite or resume):
             raise RunError(
                 f"The output folder {self.path} is in use (it holds {', '.join(sorted(used)[:3])}…). "
@@ -173,12 +202,15 @@ class RunFolder:
         """The lines of ``metrics.jsonl``; a last line that was cut off is left out."""
         if not self.metrics.exists():
             return []
-        lines = []
+        lines: list[dict[str, Any]] = []
         for text in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                lines.append(json.loads(text))
-            except ValueError:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
                 break
+            if not isinstance(line, dict) or type(line.get("iteration")) is not int:
+                break
+            lines.append(line)
         return lines
 
     def rewind_metrics(self, iteration: int) -> None:
@@ -198,44 +230,34 @@ class RunFolder:
         return folder
 
 
+def _lock_folder(path: Path) -> int | None:
+    """Takes a lock on the folder itself, which leaves no file behind; None where the file system has no locks.
+
+    Raises:
+        RunError: when another process holds it.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    with disk_errors(path):
+        handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise RunError(
+            f"Another run is writing to {path}; wait for it, stop it, or give another --output_dir."
+        ) from error
+    except OSError as error:
+        os.close(handle)
+        log.warning("%s cannot be locked (%s); see to it that no other run writes to it.", path, error.strerror)
+        return None
+    return handle
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-class StopSignal:
-    """Ctrl-C and SIGTERM as a wish that the loop asks for at points where nothing is half done.
-
-    The second signal raises KeyboardInterrupt at once.
-
-    Args:
-        alone: whether :meth:`check` raises; with several processes they have to agree first.
-    """
-
-    def __init__(self, alone: bool = True) -> None:
-        self.requested = False
-        self._alone = alone
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        # os.write, for a print may be interrupted by this very handler.
-        os.write(2, b"\nStopping: a checkpoint is written first; once more stops at once.\n")
-
-    def check(self) -> None:
-        """Raises Interrupted when a stop was asked for, and no other process has to agree."""
-        if self.requested and self._alone:
-            raise Interrupted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from typing import Any
 
@@ -16,9 +17,10 @@ from rl_recipes.evaluation import Evaluation, compare, comparison_table, evaluat
 from rl_recipes.plots import save_curves, save_sample_grids
 from rl_recipes.progress import Clock, Display
 from rl_recipes.prompts import PromptSource
-from rl_recipes.runs import Interrupted, RunError, RunFolder, StopSignal, disk_errors, write_json
+from rl_recipes.runs import RunError, RunFolder, disk_errors, write_json
 from tpips_reward.rewards import TPIPSReward
 from tpips_reward.scenes import render, to_tensor
+from tpips_reward.stopping import Interrupted, StopSignal
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +66,8 @@ class Session:
             self.clock.earlier, self.clock.reserved = float(extra["seconds"]), float(extra["reserved"])
             if extra["data"] != self._data():
                 raise RunError(
-                    f"The file {self.args.grpo.data} has changed since the checkpoint, and the run would not be the same; "
-                    "put the old file back, or start anew in another --output_dir."
+                    f"{self.args.grpo.data} or one of its images has changed since the checkpoint, and the run would not "
+                    "be the same; put the old files back, or start anew in another --output_dir."
                 )
             if extra["threads"] != torch.get_num_threads():
                 log.warning(
@@ -139,10 +141,12 @@ class Session:
 
     def stopped(self) -> str:
         """What to tell the user whose run was interrupted."""
-        done = f"The last checkpoint is of iteration {self._saved}." if self._saved > 0 else "There is no checkpoint yet."
+        done = (
+            f"The last checkpoint is of iteration {self._saved}." if self._saved > 0 else "There is no checkpoint yet."
+        )
         return (
             f"Stopped. {done} The same command with --resume goes on from there:\n"
-            f"  accelerate launch rl_recipes/grpo_edit.py --resume --output_dir {self.args.grpo.output_dir}"
+            f"  accelerate launch rl_recipes/grpo_edit.py --resume --output_dir {shlex.quote(self.args.grpo.output_dir)}"
         )
 
     def _data(self) -> str:
@@ -227,25 +231,23 @@ class Session:
             title = "held-out edits" if self.args.grpo.data is None else "edits of --data, which were trained on"
             self.display.say(comparison_table(before, after, title))
         for warning in warnings:
-            self.display.say(f"[yellow]Look at the grids: {warning}")
+            self.display.say(f"Look at the grids: {warning}", style="yellow")
         self.display.say(
             f"{self.iteration} iterations, {self.clock.elapsed() / 60:.1f} minutes. Adapter, grids and curves: {path}"
         )
 
     def _draw(self, before: Evaluation, after: Evaluation) -> None:
-        shown = range(min(len(before.images), len(after.images)))
-        prompts = [self.held_out[i] for i in shown]
-        ideals = [
-            to_tensor(render(p.edit.ideal, after.images[i].shape[-1])) if p.edit else None
-            for i, p in enumerate(prompts)
-        ]
+        # By key: a photograph that went missing between the two has no partner.
+        earlier, later = before.images_by_key(), after.images_by_key()
+        count = min(self.args.grpo.sample_grids, self.num_held_out)
+        prompts = {p.key: p for p in (self.held_out[i] for i in range(count)) if p.key in earlier and p.key in later}
         save_sample_grids(
             self.folder.path / "samples",
-            [self.editor.fit(p.image).cpu() for p in prompts],
-            [before.images[i] for i in shown],
-            [after.images[i] for i in shown],
-            ideals,
-            [p.instruction for p in prompts],
+            [self.editor.fit(p.image).cpu() for p in prompts.values()],
+            [earlier[key] for key in prompts],
+            [later[key] for key in prompts],
+            [to_tensor(render(p.edit.ideal, later[key].shape[-1])) if p.edit else None for key, p in prompts.items()],
+            [p.instruction for p in prompts.values()],
         )
 
     def _any_process(self, *flags: bool) -> tuple[bool, ...]:

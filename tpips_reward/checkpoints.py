@@ -68,6 +68,10 @@ def load_metric(
     if not isinstance(source, (str, os.PathLike)):
         raise TPIPSError(f"A metric is named by a text or a path such as 'builtin:late', not by {source!r}.")
     folder = resolve(str(os.fspath(source)), hub)
+    if revision is not None and (str(source).startswith("builtin:") or Path(source).expanduser().is_dir()):
+        raise TPIPSError(
+            f"revision {revision!r} names a version on the Hub, but {str(source)!r} is on this machine; leave it out."
+        )
     try:
         if (folder / CONFIG_NAME).is_file():
             fusion, info = _load_own(folder, kind)

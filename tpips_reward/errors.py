@@ -2,6 +2,45 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: Exit codes of every command: input that the user can mend, and Ctrl-C.
+BAD_INPUT, INTERRUPTED = 2, 130
+
 
 class TPIPSError(ValueError):
     """Base of every error that bad input raises here; a ValueError, so that generic handlers keep working."""
+
+
+@contextmanager
+def exit_on_errors(program: str = "error") -> Iterator[None]:
+    """Ends a command with one line on stderr for an error that the user can mend, and for Ctrl-C.
+
+    A file that cannot be read or written is such an error too. Anything else is a mistake of ours, and keeps its
+    traceback.
+
+    Args:
+        program: begins the line.
+
+    Raises:
+        SystemExit: with BAD_INPUT or INTERRUPTED.
+    """
+    try:
+        yield
+    except TPIPSError as error:
+        _leave(f"{program}: {' '.join(str(error).split())}", BAD_INPUT)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _leave(f"{program}: {error.filename} cannot be used: {error.strerror}.", BAD_INPUT)
+    except KeyboardInterrupt:
+        _leave(f"{program}: interrupted", INTERRUPTED)
+
+
+def _leave(line: str, code: int) -> None:
+    print(line, file=sys.stderr)
+    raise SystemExit(code) from None

@@ -55,9 +55,13 @@ class Metric:
         self.fusion: Any = fusion.eval()
         self.is_calibrated = change_scale is not None
         rough = round(DEFAULT_CHANGE_TEMPERATURES * fusion.temperature, 6)
-        self.change_scale = rough if change_scale is None else float(change_scale)
-        if not 0 < self.change_scale < float("inf"):
-            raise TPIPSError(f"change_scale (the 1 - f of a true edit in what it changes) must be positive, got {change_scale!r}.")
+        scale = rough if change_scale is None else change_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+            raise TPIPSError(
+                "change_scale (the 1 - f of a true edit in what it changes) must be a positive number, "
+                f"got {change_scale!r}."
+            )
+        self.change_scale = float(scale)
         self.info = dict(info or {})
 
     @property

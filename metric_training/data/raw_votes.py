@@ -28,7 +28,7 @@ import numpy as np
 from metric_training.data.comparison import IMAGE_NAMES, DataError, Problems, Task, image_source, text_field
 from metric_training.data.odd_one_out import odd_one_out_row, write_rows
 from metric_training.data.rows import read_rows
-from tpips_reward import TPIPSError
+from tpips_reward.errors import exit_on_errors
 
 CANT_TELL = "can't tell"
 #: So many "can't tell" of five remove an aspect from a test set.
@@ -323,6 +323,7 @@ def as_rows(triplets: Iterable[VotedTriplet], task: Task = "odd_one_out") -> lis
     return rows
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Turn single votes into vote distributions by the paper's rules.")
@@ -335,18 +336,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--image_root", type=Path, help="where image paths start (default: the table's folder)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad row")
     options = parser.parse_args(arguments)
-    try:
-        votes, problems, folder = read_votes(options.votes, task=options.task, strict=options.strict)
-        triplets, report = distributions(
-            votes,
-            task=options.task,
-            test_set=not options.training_set,
-            image_root=options.image_root or folder,
-            problems=problems,
-        )
-        write_rows(options.output, as_rows(triplets, options.task))
-    except TPIPSError as error:
-        parser.exit(2, f"error: {error}\n")
+    votes, problems, folder = read_votes(options.votes, task=options.task, strict=options.strict)
+    triplets, report = distributions(
+        votes,
+        task=options.task,
+        test_set=not options.training_set,
+        image_root=options.image_root or folder,
+        problems=problems,
+    )
+    write_rows(options.output, as_rows(triplets, options.task))
     print(report.describe())
     print(f"{len(triplets)} triplets written to {options.output}")
 

@@ -14,11 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl_recipes.builtin.command import one_line_errors
 from rl_recipes.builtin.train_editor import EditorSettings
 from rl_recipes.editors.registry import BUILTIN_FOLDER
 from rl_recipes.runs import read_json, write_atomic
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, exit_on_errors
 
 #: Limits of what is shipped, in bytes: of all files together, and of each.
 MAX_TOTAL, MAX_FILE = 11_000_000, 6_000_000
@@ -204,6 +203,7 @@ def ship(vae_run: Path, editor_run: Path, folder: Path = BUILTIN_FOLDER) -> None
         work.rename(folder)
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -216,5 +216,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    main()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+import shlex
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rl_recipes.runs import Interrupted
-from tpips_reward.errors import TPIPSError
+from rl_recipes.runs import write_atomic
+from tpips_reward.errors import INTERRUPTED, TPIPSError
+from tpips_reward.stopping import Interrupted
 
 S = TypeVar("S")
 
@@ -44,7 +45,17 @@ def training_parser(text: str | None, settings: Any) -> argparse.ArgumentParser:
 
 
 def chosen_settings(args: argparse.Namespace, default: S) -> S:
-    """The settings that the flags say, of the class of ``default``."""
+    """The settings that the flags say, of the class of ``default``.
+
+    Raises:
+        TPIPSError: for a number that is negative or not finite, and for a count of 0.
+    """
+    for name, old in asdict(default).items():  # type: ignore[call-overload]
+        value = getattr(args, name)
+        if isinstance(old, int | float) and not (value >= 0 and math.isfinite(value)):
+            raise TPIPSError(f"--{name} must be a number of at least 0, not {value}.")
+        if isinstance(old, int) and old > 0 and name != "seed" and value < 1:
+            raise TPIPSError(f"--{name} must be at least 1, not {value}.")
     return type(default)(**{name: getattr(args, name) for name in asdict(default)})  # type: ignore[call-overload]
 
 
@@ -52,12 +63,16 @@ def run_training(training: Training, args: argparse.Namespace, run: Callable[[],
     """Starts or resumes, runs to the end and prints the figures; after Ctrl-C says how to go on.
 
     Raises:
-        TPIPSError: when --output holds a training and neither --resume nor --overwrite is given.
+        TPIPSError: when --output holds a training and neither --resume nor --overwrite is given, or cannot be written to.
+        SystemExit: after Ctrl-C, with exit code 130.
     """
     if not (args.resume or args.overwrite) and (args.output / "checkpoint.pt").exists():
         raise TPIPSError(
             f"--output {args.output} holds a training; --resume goes on with it, --overwrite starts anew, or give another."
         )
+    # An hour's training must not end at a folder that cannot be written to.
+    write_atomic(args.output / ".writable", lambda path: path.write_bytes(b""))
+    (args.output / ".writable").unlink()
     if args.resume:
         training.resume()
     else:
@@ -65,14 +80,6 @@ def run_training(training: Training, args: argparse.Namespace, run: Callable[[],
     try:
         print(json.dumps(run(), indent=2))
     except Interrupted:
-        print(f"Stopped. Go on with --resume --output {args.output}.")
+        print(f"Stopped. Go on with --resume --output {shlex.quote(str(args.output))}.")
+        raise SystemExit(INTERRUPTED) from None
 
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns an error that the user can mend into one line and exit code 2."""
-    try:
-        yield
-    except TPIPSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None

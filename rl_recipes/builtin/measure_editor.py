@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from diffusers import QwenImageEditPipeline
 
-from rl_recipes.builtin.command import one_line_errors
 from rl_recipes.builtin.data import held_out_edits
 from rl_recipes.builtin.pictures import save_grid
 from rl_recipes.editors import load_editor
@@ -25,6 +24,7 @@ from rl_recipes.editors.registry import DEFAULTS_FILE
 from rl_recipes.rollout import sample_ode
 from rl_recipes.runs import read_json, write_json
 from rl_recipes.seeds import generator
+from tpips_reward.errors import exit_on_errors
 from tpips_reward.scenes import EDIT_KINDS, Edit, EditMeasures, measure_edit, render, to_tensor
 
 #: Side in pixels of the images that the editor is trained on.
@@ -129,6 +129,7 @@ def save_edits(path: Path, edits: Sequence[tuple[Edit, torch.Tensor]], count: in
     save_grid(path, [sources, ideals, [image for _, image in shown]], columns=12)
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,5 +145,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    main()

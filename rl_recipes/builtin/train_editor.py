@@ -23,7 +23,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline
 from torch import Tensor
 
 from rl_recipes.builtin.budget import Budget, learning_rate, load_state, save_state
-from rl_recipes.builtin.command import chosen_settings, one_line_errors, run_training, training_parser
+from rl_recipes.builtin.command import chosen_settings, run_training, training_parser
 from rl_recipes.builtin.components import (
     build_pipeline,
     build_scheduler,
@@ -38,9 +38,10 @@ from rl_recipes.builtin.measure_editor import IMAGE_SIZE, measure_editor, save_e
 from rl_recipes.builtin.muon import Muon
 from rl_recipes.builtin.pool import LatentPool
 from rl_recipes.editors.single_frame import enable_single_frame
-from rl_recipes.runs import Interrupted, StopSignal, read_json, write_json
+from rl_recipes.runs import read_json, write_json
 from rl_recipes.seeds import generator
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, exit_on_errors
+from tpips_reward.stopping import Interrupted, StopSignal
 
 #: The shift of the schedule that the shipped editor samples with.
 SCHEDULER_SHIFT = 3.0
@@ -325,6 +326,7 @@ class EditorTraining:
         return self.export()
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; every field of `EditorSettings` is a flag."""
     parser = training_parser(__doc__, EditorSettings())
@@ -332,12 +334,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--start_from", type=Path, help="output folder of an earlier training whose weights to start from")
     parser.add_argument("--export_every", type=float, default=8.0, help="minutes between versions that are written")
     args = parser.parse_args(arguments)
-    vae = AutoencoderKLQwenImage.from_pretrained(args.vae, torch_dtype=torch.float32)
+    try:
+        vae = AutoencoderKLQwenImage.from_pretrained(args.vae, torch_dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TPIPSError(f"--vae {args.vae} is no autoencoder; give the folder vae of train_vae's output ({reason}).") from error
     budget = Budget(args.steps, args.minutes)
     training = EditorTraining(chosen_settings(args, EditorSettings()), vae, budget, args.output, args.start_from)
     run_training(training, args, lambda: training.run(args.export_every))
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    main()

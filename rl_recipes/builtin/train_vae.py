@@ -21,17 +21,18 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 
 from rl_recipes.builtin.budget import Budget, learning_rate, load_state, save_state
-from rl_recipes.builtin.command import chosen_settings, one_line_errors, run_training, training_parser
+from rl_recipes.builtin.command import chosen_settings, run_training, training_parser
 from rl_recipes.builtin.components import build_vae, set_latent_statistics
 from rl_recipes.builtin.data import autoencoder_batch, held_out_edits, step_rng, to_signed
 from rl_recipes.builtin.muon import Muon
 from rl_recipes.builtin.pictures import save_grid
 from rl_recipes.builtin.vae_start import start_linear
 from rl_recipes.editors.single_frame import enable_single_frame
-from rl_recipes.runs import Interrupted, StopSignal, write_json
+from rl_recipes.runs import write_json
 from rl_recipes.seeds import generator
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, exit_on_errors
 from tpips_reward.scenes import render, sample_scene
+from tpips_reward.stopping import Interrupted, StopSignal
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def write_vae(
     return figures
 
 
+@exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; every field of `VAESettings` is a flag."""
     args = training_parser(__doc__, VAESettings()).parse_args(arguments)
@@ -220,5 +222,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    main()

@@ -67,7 +67,9 @@ class Editor(ABC):
             )
         for part in pipe.components.values():
             if isinstance(part, nn.Module):
-                part.to(self.device, dtype).requires_grad_(False).eval()
+                part.to(self.device).requires_grad_(False).eval()
+                if any(p.is_floating_point() and p.dtype != dtype for p in part.parameters()):
+                    part.to(dtype)
         self._full: FullWeights | None = None
         self.attention_backend = attention_backend
         if attention_backend is not None:

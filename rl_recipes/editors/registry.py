@@ -109,6 +109,10 @@ class _Location(NamedTuple):
 def _locate(source: str | Path, revision: str | None) -> _Location:
     folder = BUILTIN_FOLDER if str(source) == BUILTIN else Path(source)
     if folder.is_dir():
+        if revision is not None:
+            raise EditorError(
+                f"revision {revision!r} names a version on the Hub, but {str(source)!r} is on this machine; leave it out."
+            )
         index = folder / "model_index.json"
         if not index.is_file():
             raise EditorError(f"The folder {str(folder)!r} has no model_index.json, so it is no diffusers pipeline.")

@@ -16,7 +16,7 @@ from rl_recipes import evaluation
 from rl_recipes.config import Arguments, parse_arguments
 from rl_recipes.evaluation import MEASURES, Evaluation, compare, comparison_table, evaluate, setbacks
 from rl_recipes.prompts import ProceduralPrompts, Prompt
-from rl_recipes.runs import RunError, RunFolder
+from rl_recipes.runs import DivergedError, RunError, RunFolder
 from rl_recipes.seeds import generator
 from tpips_reward.rewards import TPIPSReward
 from tpips_reward.scenes import render, to_tensor
@@ -88,14 +88,44 @@ def test_photographs_have_no_ideal_but_copies_are_noticed(tmp_path: Path, monkey
 
 def test_an_evaluation_is_kept_and_damage_is_noticed(tmp_path: Path) -> None:
     assert Evaluation.load(tmp_path) is None
-    result = Evaluation([{"key": "a", "drift": 0.1, "target": None}], [torch.rand(3, 4, 6), torch.rand(3, 8, 4)])
+    row = {"key": "a", "kind": None, "instruction": "x", **dict.fromkeys(MEASURES), "drift": 0.1}
+    result = Evaluation([row], [torch.rand(3, 4, 6), torch.rand(3, 8, 4)])
     result.save(tmp_path)
     loaded = Evaluation.load(tmp_path)
     assert loaded is not None and loaded.rows == result.rows
     assert all(torch.equal(a, b) for a, b in zip(loaded.images, result.images, strict=True))
+    for content in ('{"rows": [{"key": "a"}], "seconds": 1}', '{"rows": 3, "seconds": 1}', "[]", '{"rows": [], "seconds": "x"}'):
+        (tmp_path / "before.json").write_text(content)
+        with pytest.raises(RunError, match=r"before\.json is damaged"):
+            Evaluation.load(tmp_path)
     (tmp_path / "before.safetensors").write_bytes(b"")
     with pytest.raises(RunError, match="damaged"):
         Evaluation.load(tmp_path)
+
+
+def test_a_photograph_that_stands_in_for_a_broken_one_counts_once(tmp_path: Path) -> None:
+    image = torch.rand(3, 32, 32, generator=generator(0))
+    prompts = [Prompt(image, "make it red", ("background",), (), key) for key in ("line-2", "line-2", "line-3")]
+    result = _evaluate(tiny_editor(), tmp_path, prompts, 3)
+    assert [row["key"] for row in result.rows] == ["line-2", "line-3"] == list(result.images_by_key())
+
+
+def test_pixels_that_are_not_finite_are_never_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    editor = tiny_editor()
+    monkeypatch.setattr(editor, "decode", lambda latents, conditions: [torch.full((3, 32, 32), torch.nan)] * len(latents))
+    with pytest.raises(DivergedError, match="4 of 4 edits of evaluation_before have pixels that are not finite"):
+        _evaluate(editor, tmp_path)
+
+
+def test_a_few_edits_have_a_difference_but_no_standard_error() -> None:
+    before, after = _rows(drift=[0.1] * 7), _rows(drift=[0.2] * 7)
+    found = compare(before, after)["drift"]
+    assert found["difference"] == pytest.approx(0.1) and found["standard_error"] is found["low"] is None
+    assert setbacks(before, after) == []
+    console = Console(record=True, width=120)
+    console.print(comparison_table(before, after, "edits"))
+    assert "+0.1000" in console.export_text()
+    assert setbacks(_rows(drift=[0.1] * 8), _rows(drift=[0.2] * 8))
 
 
 def test_differences_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,5 +48,6 @@ def test_the_command_prints_a_row_a_run_and_says_by_its_exit_code(
     assert "0.0800 → 0.0600 (-25 %)" in capsys.readouterr().out
     assert main([str(tmp_path / "good"), str(tmp_path / "bad")]) == 1
     assert "**0.0800 → 0.0800 (+0 %)**" in capsys.readouterr().out
-    assert main([str(tmp_path / "none")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "none")])
     assert "summary.json" in capsys.readouterr().err

@@ -17,9 +17,10 @@ from rl_recipes.config import Arguments, parse_arguments
 from rl_recipes.progress import PhaseTimer
 from rl_recipes.prompts import ProceduralPrompts
 from rl_recipes.reporting import summarise_rows
-from rl_recipes.runs import RunFolder, StopSignal
+from rl_recipes.runs import RunFolder
 from rl_recipes.seeds import generator
 from tpips_reward.rewards import RewardOutput
+from tpips_reward.stopping import StopSignal
 
 
 def _args(**changes: Any) -> Arguments:
@@ -44,7 +45,7 @@ def _process(rank: int = 0, world: int = 1) -> Any:
 
 def _collect(args: Arguments, tmp_path: Any, editor: Any, rank: int = 0, world: int = 1) -> list[grpo.Batch]:
     drawn = grpo.draw_prompts(ProceduralPrompts(0, "train", 32), 1, args, _process(rank, world))
-    parts = grpo.make_batches(drawn, args)
+    parts = grpo.make_batches(drawn, editor, args)
     folder, accelerator = RunFolder(tmp_path), Accelerator(cpu=True)
     return [
         grpo.collect(editor, PixelReward(), part, 1, args, folder, accelerator, PhaseTimer(), StopSignal())  # type: ignore[arg-type]
@@ -154,11 +155,13 @@ def test_equal_rewards_teach_nothing(tmp_path: Any) -> None:
 def test_batches_hold_so_many_edits_and_never_two_sizes() -> None:
     drawn = grpo.draw_prompts(ProceduralPrompts(0, "train", 32), 1, _args(), _process())
     for settings, sizes in (({}, [8]), ({"samples_per_batch": 3}, [3, 3, 2])):
-        parts = grpo.make_batches(drawn, _args(**settings))
+        parts = grpo.make_batches(drawn, tiny_editor(), _args(**settings))
         assert [len(part) for part in parts] == sizes
         assert [item for part in parts for item in part] == drawn
-    mixed = grpo.make_batches(drawn, _args(num_generations=2), uniform=False)
-    assert [{item.group for item in part} for part in mixed] == [{0}, {1}, {2}, {3}]
+    wide = replace(drawn[2].prompt, image=torch.zeros(3, 32, 64))
+    mixed = [item._replace(prompt=wide) if item.group == 1 else item for item in drawn]
+    parts = grpo.make_batches(mixed, tiny_editor(), _args(num_generations=2))
+    assert [{item.group for item in part} for part in parts] == [{0}, {1}, {2, 3}]
 
 
 def test_gradient_checkpointing_changes_no_number(tmp_path: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_procedural_prompts_are_a_function_of_seed_split_and_position() -> None:
 
 def test_rows_become_prompts_in_their_own_size(folder: Path) -> None:
     source = JSONLPrompts(_write(folder, [_row(), _row(image="c.png", target=...)]))
-    assert len(source) == 2 and not source.uniform_size and not source.bad
+    assert len(source) == 2 and not source.bad
     assert source[0].image.shape == (3, 30, 40) and source[1].image.shape == (3, 60, 24)
     assert source[1].target == () and source[0].target == ("color",)
     assert torch.equal(source[2].image, source[0].image)
@@ -174,3 +175,22 @@ def test_images_of_other_kinds(folder: Path) -> None:
     assert load_image(folder / "turned.jpg").shape == (3, 40, 20)
     assert module.image_size(folder / "turned.jpg") == (20, 40)
     assert torch.allclose(load_image(folder / "deep.png"), torch.tensor(40_000 / 65_535))
+
+
+def test_the_fingerprint_knows_file_and_images(folder: Path) -> None:
+    path = _write(folder, [_row(), _row(image="b.png")])
+    first = JSONLPrompts(path).fingerprint
+    assert JSONLPrompts(path).fingerprint == first
+    Image.new("RGB", (44, 30), (1, 2, 3)).save(folder / "b.png")
+    assert JSONLPrompts(path).fingerprint != first
+
+
+def test_a_pipe_is_no_image(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.png")
+    with pytest.raises(PromptError, match=r"pipe\.png is no file"):
+        JSONLPrompts(_write(folder, [_row(image="pipe.png")]), "error")
+
+
+def test_a_number_of_thousands_of_digits_is_a_bad_row(folder: Path) -> None:
+    source = JSONLPrompts(_write(folder, ['{"image": ' + "9" * 5000 + "}", _row()]))
+    assert [line for line, _ in source.bad] == [1] and "not JSON" in source.bad[0][1]

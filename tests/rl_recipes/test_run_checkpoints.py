@@ -54,7 +54,7 @@ def test_the_last_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step_000015"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest", "empty manifest", "odd manifest"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest", "empty manifest", "odd manifest", "unlisted"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     elif damage == "no manifest":
         manifest.unlink()
     else:
-        manifest.write_text("" if damage == "empty manifest" else "[1]")
+        manifest.write_text({"empty manifest": "", "odd manifest": "[1]", "unlisted": '{"files": {}}'}[damage])
     with caplog.at_level(logging.WARNING):
         assert latest_checkpoint(tmp_path) == first
     assert "step_000002 is damaged" in caplog.text
@@ -99,3 +99,22 @@ def test_another_adapter_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, *_model(), {})
     with pytest.raises(RunError, match="another editor or adapter"):
         load_checkpoint(path, *_model(width=5))
+
+
+def test_the_newest_goes_by_number_and_not_by_name(tmp_path: Path) -> None:
+    model, optimizer = _model()
+    for iteration in (999_999, 1_000_000):
+        save_checkpoint(tmp_path, iteration, model, optimizer, {})
+    (tmp_path / "step_of_mine").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_1000000"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
+def test_a_state_that_cannot_be_read_is_one_sentence(content: bytes | None, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, *_model(), {})
+    if content is None:
+        torch.save({"iteration": 1}, path / "state.pt")
+    else:
+        (path / "state.pt").write_bytes(content)
+    with pytest.raises(RunError, match="cannot be read"):
+        load_checkpoint(path, *_model())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from rl_recipes.runs import Interrupted, RunError, RunFolder, StopSignal, read_json, write_atomic, write_json
+from rl_recipes.runs import RunError, RunFolder, read_json, write_atomic, write_json
 
 
 def test_a_used_folder_needs_a_word(tmp_path: Path) -> None:
@@ -118,14 +119,47 @@ def test_a_failed_batch_is_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.iterdir()) == ["000_edit.png", "000_source.png", "batch.json"]
 
 
-def test_the_first_signal_asks_and_the_second_insists() -> None:
-    old = signal.getsignal(signal.SIGINT)
-    with StopSignal() as stop:
-        stop.check()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-        with pytest.raises(Interrupted):
-            stop.check()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is old
+def test_one_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.check()  # its own lock is no obstacle
+        with pytest.raises(RunError, match="Another run is writing"):
+            RunFolder(tmp_path).check(resume=True)
+        with RunFolder(tmp_path, owner=False):
+            pass
+    RunFolder(tmp_path).check()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from rl_recipes.runs import RunFolder\n"
+        "with RunFolder(sys.argv[1]): print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        with pytest.raises(RunError, match="Another run is writing"):
+            RunFolder(tmp_path).check()
+        other.kill()
+    RunFolder(tmp_path).check()
+
+
+def test_hidden_files_do_not_make_a_folder_used(tmp_path: Path) -> None:
+    for name in (".DS_Store", ".writable", ".tmp-abc"):
+        (tmp_path / name).write_text("")
+    RunFolder(tmp_path).check()
+    assert os.listdir(tmp_path) == [".DS_Store"]
+
+
+def test_a_line_that_is_no_iteration_ends_the_metrics(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_metrics({"iteration": 1})
+    for line in ("[1]", "{}", '{"iteration": "2"}', "7"):
+        folder.metrics.write_text('{"iteration": 1}\n' + line + '\n{"iteration": 3}\n')
+        assert folder.read_metrics() == [{"iteration": 1}]
+
+
+def test_a_name_that_is_too_long_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the name is too long"):
+        RunFolder(tmp_path / ("x" * 300)).check()
