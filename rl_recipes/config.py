@@ -85,17 +85,17 @@ class GRPOArguments:
         "skip", "Bad rows of --data are named and skipped, or stop the run."
     )
 
-    prompts_per_iteration: int = _setting(6, "(source, instruction) pairs an iteration, over all processes.")
+    prompts_per_iteration: int = _setting(12, "(source, instruction) pairs an iteration, over all processes.")
     num_generations: int = _setting(8, "Edits of each pair: the group.")
     samples_per_batch: int = _setting(0, "Edits in one pass through the editor; 0: all where sizes are equal.")
-    num_inference_steps: int = _setting(8, "Denoising steps of a rollout.")
-    eval_inference_steps: int = _setting(0, "Denoising steps in the evaluation; 0: as many as in a rollout.")
+    num_inference_steps: int = _setting(6, "Denoising steps of a rollout.")
+    eval_inference_steps: int = _setting(8, "Denoising steps in the evaluation; 0: as many as in a rollout.")
     sde_window: int = _setting(2, "The first so many steps are stochastic; the rest follow the ODE.")
     train_steps: int = _setting(2, "So many of the stochastic steps, drawn anew each iteration, are trained on.")
     eta: float = _setting(0.7, "Noise level of the stochastic steps.")
     sde_kind: Literal["flow_sde", "dance", "cps"] = _setting("flow_sde", "Rule of the stochastic steps.")
 
-    learning_rate: float = _setting(1e-3, "Learning rate of AdamW.")
+    learning_rate: float = _setting(1.2e-3, "Learning rate of AdamW.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = _setting("constant", "Decay over max_steps.")
     weight_decay: float = _setting(0.0, "Weight decay of AdamW.")
     adam_beta1: float = _setting(0.9, "First momentum of AdamW.")
@@ -112,7 +112,7 @@ class GRPOArguments:
         0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
     )
 
-    max_steps: int = _setting(60, "Iterations.")
+    max_steps: int = _setting(90, "Iterations.")
     max_minutes: float | None = _setting(
         None,
         "Stop in time for the whole run, evaluation included, to end within so many minutes; 0: no limit; "

@@ -19,6 +19,7 @@ from diffusers import QwenImageEditPipeline
 
 from rl_recipes.builtin.data import held_out_edits
 from rl_recipes.builtin.pictures import save_grid
+from rl_recipes.builtin.train_vae import evaluate_vae, held_out_images
 from rl_recipes.editors import load_editor
 from rl_recipes.editors.registry import DEFAULTS_FILE
 from rl_recipes.rollout import sample_ode
@@ -78,8 +79,8 @@ def measure_editor(
         seed: of the edits and of the initial noise.
 
     Returns:
-        the figures (means over all edits; by kind; the floor that the autoencoder sets), and each edit with its image
-        (3, H, W) float in [0, 1].
+        the figures (means over all edits; by kind; the floor that the autoencoder sets, and its PSNR in dB), and each edit
+        with its image (3, H, W) float in [0, 1].
     """
     editor = load_editor(str(folder), device="cpu", dtype=torch.float32)
     chosen = list(edits) if edits is not None else held_out_edits(seed, count)
@@ -101,6 +102,8 @@ def measure_editor(
         if any(e.kind == kind for e in chosen)
     }
     figures: dict[str, Any] = {**summarise(measures), "by_kind": kinds, "autoencoder_floor": summarise(floor)}
+    psnr = evaluate_vae(editor.pipe.vae, held_out_images())
+    figures["autoencoder_psnr"] = {name: round(value, 2) for name, value in psnr.items()}
     figures["measured"] = {"count": len(chosen), "seed": seed}
     return figures, list(zip(chosen, images, strict=True))
 

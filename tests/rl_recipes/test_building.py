@@ -23,7 +23,7 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ("changes", "message"),
     [
         ({"mixed_precision": "fp16"}, "float16 overflows"),
-        ({"num_processes": 4}, "prompts_per_iteration is 6, which does not divide among 4 processes"),
+        ({"num_processes": 5}, "prompts_per_iteration is 12, which does not divide among 5 processes"),
     ],
 )
 def test_launches_that_cannot_work(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
