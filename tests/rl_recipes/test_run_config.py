@@ -62,7 +62,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--num_generations", "1"], "num_generations must be a number of at least 2, not 1"),
         (["--eta", "0"], "eta must be a number above 0"),
         (["--learning_rate", "nan"], "learning_rate must be a number of at least 0, not nan"),
-        (["--sde_window", "9"], "sde_window is 9, but there are only 8 steps"),
+        (["--sde_window", "9"], "sde_window is 9, but there are only 6 steps"),
         (["--train_steps", "5"], "train_steps is 5, but only 2"),
         (["--overwrite", "--resume", "--output_dir", "{run}"], "contradict"),
         (["--preset", "huge"], "no preset 'huge'; there are .*qwen_image_edit"),
