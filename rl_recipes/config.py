@@ -112,7 +112,7 @@ class GRPOArguments:
         0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
     )
 
-    max_steps: int = _setting(90, "Iterations.")
+    max_steps: int = _setting(80, "Iterations.")
     max_minutes: float | None = _setting(
         None,
         "Stop in time for the whole run, evaluation included, to end within so many minutes; 0: no limit; "

@@ -19,6 +19,7 @@ from rl_recipes.editors.attention import takes_masks
 from rl_recipes.editors.base import Conditions, Editor, Images, Size, last_image
 from rl_recipes.editors.chunks import CPU_CHUNK, equal_length_chunks
 from rl_recipes.editors.errors import EditorError
+from rl_recipes.editors.workers import map_chunks
 
 Grid = tuple[int, int, int]  # (frames, rows, columns) of tokens
 # Images are decoded in chunks of at most this many pixels, which bounds memory at real sizes.
@@ -205,11 +206,13 @@ class PackedEditor(Editor):
         tokens = latents.shape[1]
 
         def predict(text: Text) -> Tensor:
-            outputs = [
-                self._predict(inputs[rows], timestep[rows], text.part(rows, length), conditions, guidance_scale)
-                for rows, length in self._chunks(text.mask, len(inputs))
-            ]
-            return torch.cat(outputs)[:, :tokens].float()
+            def predict_chunk(chunk: tuple[slice, int | None]) -> Tensor:
+                rows, length = chunk
+                return self._predict(inputs[rows], timestep[rows], text.part(rows, length), conditions, guidance_scale)
+
+            chunks = list(self._chunks(text.mask, len(inputs)))
+            workers = torch.get_num_threads() if self.device.type == "cpu" else 1
+            return torch.cat(map_chunks(predict_chunk, chunks, workers))[:, :tokens].float()
 
         conditional = predict(Text(conditions.prompt, conditions.prompt_mask, conditions.pooled))
         scale = self._cfg_scale(guidance_scale)
