@@ -127,11 +127,7 @@ def run_info(options: argparse.Namespace) -> None:
         "parameters": count_parameters(metric.fusion),
         "dtype": str(metric.dtype).removeprefix("torch."),
         "device": str(metric.device),
-        "range": _json_range(metric.range) if options.json else list(metric.range),
-        "direction": "higher is more similar",
-        **metric.fusion.options,
-        "change_scale": metric.change_scale,
-        "change_scale_measured": metric.is_calibrated,
+        **_meaning(metric, options.json),
         "image_pixels": [settings.min_pixels, settings.max_pixels],
         "image_multiple": settings.factor,
     }
@@ -151,6 +147,19 @@ def run_info(options: argparse.Namespace) -> None:
         )
         table.add_row(key.replace("_", " "), _plain(str(shown)))
     _print(table)
+
+
+def _meaning(metric: Metric, as_json: bool) -> dict[str, Any]:
+    """What the numbers of a metric mean."""
+    if not metric.is_pairwise:
+        return {"output": "probability of each of three images of being the odd one; no score of two images"}
+    return {
+        "range": _json_range(metric.range) if as_json else list(metric.range),
+        "direction": "higher is more similar",
+        **metric.fusion.options,
+        "change_scale": metric.change_scale,
+        "change_scale_measured": metric.is_calibrated,
+    }
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
