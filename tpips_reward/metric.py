@@ -274,16 +274,23 @@ class Metric:
         self.backbone.enable_checkpointing()
         return self
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | str | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, dtype: torch.dtype | str | None = None, *, merge_lora: bool = True
+    ) -> None:
         """Write weights, config, tokenizer and image settings to `folder`, loadable by `load_metric(folder)`.
 
         Args:
             folder: made if it does not exist.
             dtype: of the stored weights, such as "bfloat16"; None keeps them as they are.
+            merge_lora: store adapters that are still apart folded into the weights; False stores them beside these, in
+                a folder `adapter` that PEFT reads too.
+
+        Raises:
+            TPIPSError: the folder cannot be written, or no adapters are apart that could stay so.
         """
         from tpips_reward.checkpoints import save_metric
 
-        save_metric(self, folder, None if dtype is None else parse_dtype(dtype))
+        save_metric(self, folder, None if dtype is None else parse_dtype(dtype), merge_lora)
 
     def _pair_scores(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool) -> Tensor:
         unique, position = distinct_images(images)
