@@ -123,21 +123,21 @@ def listing(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of model.safetensors or its shards, memory-mapped.
+def stored_weights(folder: Path, name: str = "model.safetensors") -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a safetensors file or its shards, memory-mapped.
 
     Raises:
         TPIPSError: no weights, or a damaged file.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / f"{name}.index.json"
     if index.is_file():
         files = sorted(set(read_json(index).get("weight_map", {}).values()))
     else:
-        files = ["model.safetensors"]
-    for name in files:
-        path = folder / name
+        files = [name]
+    for file in files:
+        path = folder / file
         if not path.is_file():
-            raise TPIPSError(f"{folder} has no {name}; the weights are missing.")
+            raise TPIPSError(f"{folder} has no {file}; the weights are missing.")
         try:
             with safe_open(path, framework="pt") as handle:
                 names = handle.keys()

@@ -12,8 +12,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from tpips_reward.adapters import (
+    ADAPTER_FOLDER,
+    LORA,
+    base_state,
+    merged_state,
+    place_adapters,
+    read_adapters,
+    save_adapters,
+)
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
 from tpips_reward.errors import TPIPSError
@@ -53,7 +62,7 @@ def load_metric(
         device: where it runs; None: the GPU if there is one.
         dtype: "float32", "bfloat16" or "float64", or the torch.dtype; None: float32 on the CPU, bfloat16 elsewhere.
         revision: branch, tag or commit of a Hub repository.
-        merge_lora: fold a released checkpoint's adapters into its weights; False keeps them apart (needs peft).
+        merge_lora: fold a checkpoint's adapters into its weights; False keeps those apart that it has apart (needs peft).
         cache_dir, local_files_only: as in transformers; HF_HUB_OFFLINE works too.
 
     Raises:
@@ -74,7 +83,7 @@ def load_metric(
         )
     try:
         if (folder / CONFIG_NAME).is_file():
-            fusion, info = _load_own(folder, kind)
+            fusion, info = _load_own(folder, kind, merge_lora)
         elif is_released_layout(folder):
             fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
             info = {}
@@ -179,7 +188,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     return target
 
 
-def _load_own(folder: Path, dtype: torch.dtype) -> tuple[FusionModule, dict[str, Any]]:
+def _load_own(folder: Path, dtype: torch.dtype, merge_lora: bool) -> tuple[FusionModule, dict[str, Any]]:
     """A fusion and what its tpips_config.json says beside it."""
     info = read_json(folder / CONFIG_NAME)
     version, kind = info.pop("format", None), info.pop("fusion", None)
@@ -195,10 +204,18 @@ def _load_own(folder: Path, dtype: torch.dtype) -> tuple[FusionModule, dict[str,
     own: dict[str, Tensor] = {}
     for name, value in stored_weights(folder):
         if name.startswith(_TOWERS):
-            towers[name] = value.to(dtype)
+            towers[name] = value
         else:
             own[name] = value.to(accumulation_dtype(dtype))
-    fill(backbone.model, towers, where)
+    if info.pop(ADAPTER_FOLDER, False):
+        weights, rank, alpha = read_adapters(folder / ADAPTER_FOLDER)
+        adapted = sorted({name.removesuffix(LORA[0]) for name in weights if name.endswith(LORA[0])})
+        for layer in adapted:
+            if f"{layer}.weight" not in towers:
+                raise TPIPSError(f"{folder / ADAPTER_FOLDER} adapts {layer}, which {where} does not have.")
+            towers[f"{layer}.base_layer.weight"] = towers.pop(f"{layer}.weight")
+        towers = place_adapters(backbone.model, towers | weights, adapted, rank, alpha, dtype, merge_lora)
+    fill(backbone.model, {name: value.to(dtype) for name, value in towers.items()}, where)
     fusion = _build(kind, backbone, info.pop("options", {}), folder)
     fusion.load_own(own, where)
     return fusion, info
@@ -214,42 +231,52 @@ def _build(kind: str, backbone: Backbone, options: Any, folder: Path) -> FusionM
         ) from error
 
 
-def save_metric(metric: Metric, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+def save_metric(
+    metric: Metric, folder: str | os.PathLike[str], dtype: torch.dtype | None = None, merge_lora: bool = True
+) -> None:
     """Write a metric as a folder; every file appears whole or not at all, `tpips_config.json` last.
 
     Args:
-        metric: adapters that are still apart are saved folded in.
+        metric: as it is; its weights stay where they are.
         folder: made if missing; files of the same names are replaced.
-        dtype: of the stored towers; None keeps it. A fusion's own parameters are stored as they are.
+        dtype: of the stored towers; None keeps it. A fusion's own parameters and adapters are stored as they are.
+        merge_lora: store adapters that are still apart folded in; False: in a folder `adapter`, as PEFT does.
 
     Raises:
-        TPIPSError: the folder cannot be written.
+        TPIPSError: the folder cannot be written, or no adapters are apart that could stay so.
     """
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
             staging = Path(name)
-            _write_weights(metric.fusion, staging, dtype)
+            _write_weights(metric.fusion, staging, dtype, merge_lora)
             _write_backbone_files(metric.backbone, staging)
             details = {"format": FORMAT_VERSION, "fusion": metric.fusion.kind, **metric.info}
             if metric.fusion.options:
                 details["options"] = metric.fusion.options
             if metric.is_calibrated:
                 details["change_scale"] = metric.change_scale
+            if not merge_lora:
+                details[ADAPTER_FOLDER] = True
             details.pop("source", None)
             (staging / CONFIG_NAME).write_text(json.dumps(details, indent=2) + "\n", encoding="utf-8")
-            for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            for path in (path for path in staging.rglob("*") if path.is_file()):
                 make_readable(path)
+            for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
                 if (target / path.name).is_dir():
                     shutil.rmtree(target / path.name)
                 os.replace(path, target / path.name)
+            if merge_lora and (target / ADAPTER_FOLDER).is_dir():  # of what was here before
+                shutil.rmtree(target / ADAPTER_FOLDER)
     except OSError as error:
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
 
 
-def _write_weights(fusion: FusionModule, folder: Path, dtype: torch.dtype | None) -> None:
-    weights = merged_state(fusion.backbone.model)
+def _write_weights(fusion: FusionModule, folder: Path, dtype: torch.dtype | None, merge_lora: bool) -> None:
+    if not merge_lora:
+        save_adapters(fusion.backbone.model, folder / ADAPTER_FOLDER)
+    weights = (merged_state if merge_lora else base_state)(fusion.backbone.model)
     stored = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in weights.items()}
     stored |= {name: value.detach().to("cpu").contiguous() for name, value in fusion.own_state().items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
@@ -265,14 +292,3 @@ def _write_backbone_files(backbone: Backbone, folder: Path) -> None:
         (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
     if backbone.chat_template is not None:
         (folder / "chat_template.jinja").write_text(backbone.chat_template, encoding="utf-8")
-
-
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict with peft's LoRA layers folded in, under the plain model's names."""
-    state = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer"):
-            base = module.base_layer.weight
-            delta = sum(module.get_delta_weight(adapter).float() for adapter in module.active_adapters)
-            state[f"{name}.base_layer.weight"] = (base.float() + delta).to(base.dtype)
-    return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}

@@ -1,6 +1,7 @@
 """The console script `tpips-reward`.
 
 tpips-reward score a.png b.png --aspect lighting --aspect "subject color"
+tpips-reward score pairs.csv --aspect lighting --json
 tpips-reward info builtin:late
 tpips-reward evaluate edits.jsonl --output report
 """
@@ -12,7 +13,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.arguments import add_arguments
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from tpips_reward.metric import Metric
 
 BAD_INPUT = 2
@@ -37,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     score = commands.add_parser("score", help="similarity of image files, in one or several aspects")
-    score.add_argument("images", nargs="+", metavar="IMAGE", help="two files, or several pairs: A1 B1 A2 B2 ...")
+    score.add_argument("images", nargs="+", metavar="IMAGE", help="two files, several pairs A1 B1 A2 B2 ..., or "
+                       "a .csv or .jsonl file with a, b and aspects in each row")  # fmt: skip
     score.add_argument("--aspect", action="append", help="what to compare, such as lighting; may be repeated "
                        "(default: overall)")  # fmt: skip
     score.add_argument("--metric", default="builtin:late", help=METRIC_HELP)
@@ -78,33 +77,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_score(options: argparse.Namespace) -> None:
     """The command `score`."""
-    if len(options.images) % 2:
-        raise TPIPSError(f"score takes pairs of images, got {len(options.images)} files: {', '.join(options.images)}.")
-    aspects = options.aspect or ["overall"]
+    from tqdm import tqdm
+
+    from tpips_reward.pair_files import is_pair_file, pairs_of_arguments, read_pairs, score_rows
+
+    aspects = list(dict.fromkeys(options.aspect or ["overall"]))
     for aspect in aspects:
         if not aspect.strip():
             raise TPIPSError("--aspect is empty; name what to compare, or leave it out for overall similarity.")
-    firsts, seconds = options.images[::2], options.images[1::2]
-    # the files before the model: a typo must not cost the loading of a large metric
-    opened = {path: open_image(path) for path in dict.fromkeys(options.images)}
+    if is_pair_file(options.images):
+        pairs = read_pairs(Path(options.images[0]), aspects)
+    else:
+        pairs = pairs_of_arguments(options.images, aspects)
     metric = _load(options)
-    scores = metric.similarity([opened[path] for path in firsts], [opened[path] for path in seconds], aspects).tolist()
-    rows = [
-        {"a": a, "b": b, "scores": dict(zip(aspects, row, strict=True))}
-        for a, b, row in zip(firsts, seconds, scores, strict=True)
-    ]
+    lowest, highest = metric.range
+    # disable=None: no bar where nobody sees it
+    with tqdm(total=len(pairs), unit="pair", disable=None if len(pairs) > 1 else True, file=sys.stderr) as bar:
+        rows = [
+            {"a": pair.a, "b": pair.b, "scores": dict(zip(pair.aspects, scores, strict=True))}
+            for pair, scores in zip(pairs, score_rows(pairs, metric, bar.update), strict=True)
+        ]
     if options.json:
-        print(json.dumps({"metric": options.metric, "range": _json_range(metric.range), "pairs": rows}, indent=2))
+        print(json.dumps({"metric": options.metric, "range": _json_range((lowest, highest)), "pairs": rows}, indent=2))
         return
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
     several = len(rows) > 1
-    digits = 4 if math.isfinite(metric.range[0]) else 6  # mid fusion's distances are small numbers
+    digits = 4 if math.isfinite(lowest) else 6  # mid fusion's distances are small numbers
     for heading in (["A", "B"] if several else []) + ["aspect"]:
         table.add_column(heading, overflow="fold")
-    table.add_column(f"similarity ({metric.range[1]:g} = same)", justify="right")
+    table.add_column(f"similarity ({highest:g} = same)", justify="right")
     for row in rows:
         for aspect, value in row["scores"].items():
             table.add_row(
@@ -127,11 +131,7 @@ def run_info(options: argparse.Namespace) -> None:
         "parameters": count_parameters(metric.fusion),
         "dtype": str(metric.dtype).removeprefix("torch."),
         "device": str(metric.device),
-        "range": _json_range(metric.range) if options.json else list(metric.range),
-        "direction": "higher is more similar",
-        **metric.fusion.options,
-        "change_scale": metric.change_scale,
-        "change_scale_measured": metric.is_calibrated,
+        **_meaning(metric, options.json),
         "image_pixels": [settings.min_pixels, settings.max_pixels],
         "image_multiple": settings.factor,
     }
@@ -153,35 +153,24 @@ def run_info(options: argparse.Namespace) -> None:
     _print(table)
 
 
+def _meaning(metric: Metric, as_json: bool) -> dict[str, Any]:
+    """What the numbers of a metric mean."""
+    if not metric.is_pairwise:
+        return {"output": "probability of each of three images of being the odd one; no score of two images"}
+    return {
+        "range": _json_range(metric.range) if as_json else list(metric.range),
+        "direction": "higher is more similar",
+        **metric.fusion.options,
+        "change_scale": metric.change_scale,
+        "change_scale_measured": metric.is_calibrated,
+    }
+
+
 def run_evaluate(options: argparse.Namespace) -> None:
     """The command `evaluate`."""
     from tpips_reward.evaluation import command
 
     command.run_evaluate(options, lambda: _load(options))
-
-
-def open_image(path: str) -> Image.Image:
-    """Read an image file completely.
-
-    Raises:
-        TPIPSError: missing, unreadable, truncated, no image, or far too large.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(Path(path))
-            image.load()
-    except FileNotFoundError:
-        raise TPIPSError(f"{path} does not exist.") from None
-    except UnidentifiedImageError:
-        raise TPIPSError(f"{path} is no image that Pillow can read.") from None
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        raise TPIPSError(f"{path} has too many pixels; make it smaller.") from None
-    except (OSError, ValueError, SyntaxError) as error:
-        raise TPIPSError(f"{path} cannot be read: {error}.") from error
-    return image
 
 
 def _load(options: argparse.Namespace) -> Metric:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpips_reward.backbone import Backbone
 from tpips_reward.errors import TPIPSError
+from tpips_reward.fusion.base import Triplet, check_triplets
 from tpips_reward.images import to_tensors
 
 # A rough change_scale for metrics that nobody calibrated, in units of the fusion's temperature: 0.3 for cosines.
@@ -21,10 +22,13 @@ Aspects = str | None | Sequence[str | None]
 
 
 class Fusion(Protocol):
-    """What a fusion must offer to be a metric. One file each in `tpips_reward.fusion`."""
+    """What a fusion must offer to be a metric. One file each in `tpips_reward.fusion`.
+
+    A fusion without a similarity of two images has the range None and `judge(images, triplets)` for `score_pairs`.
+    """
 
     kind: str
-    range: tuple[float, float]
+    range: tuple[float, float] | None
     temperature: float
     backbone: Backbone
     token_budget: int
@@ -61,13 +65,25 @@ class Metric:
                 "change_scale (the 1 - f of a true edit in what it changes) must be a positive number, "
                 f"got {change_scale!r}."
             )
-        self.change_scale = float(scale)
+        self._change_scale = float(scale)
         self.info = dict(info or {})
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether there is a similarity of two images; the triplet judge has none."""
+        return self.fusion.range is not None
 
     @property
     def range(self) -> tuple[float, float]:
         """(lowest, highest) similarity; two equal images have the highest."""
+        self._require_pairs()
         return self.fusion.range
+
+    @property
+    def change_scale(self) -> float:
+        """The 1 - f that nine in ten true edits exceed in the aspect that they change; see `is_calibrated`."""
+        self._require_pairs()
+        return self._change_scale
 
     @property
     def backbone(self) -> Backbone:
@@ -107,14 +123,16 @@ class Metric:
         Raises:
             TPIPSError: bad images or aspects, an empty list of aspects, batches that do not align.
         """
+        self._require_pairs()
         names = aspect_list(aspects)
         first = to_tensors(a, value_range=value_range, alpha=alpha, name="a")
         second = to_tensors(b, value_range=value_range, alpha=alpha, name="b")
         count = max(len(first), len(second))
         if len(first) != len(second) and 1 not in (len(first), len(second)):
             raise TPIPSError(f"a holds {len(first)} images and b {len(second)}; give equally many, or one on one side.")
-        pairs = [(row % len(first), row % len(second), name) for row in range(count) for name in names]
-        scores = self._pair_scores(first, second, pairs, self._with_graph([*first, *second], (a, b), differentiable))
+        both = [*first, *second]
+        pairs = [(row % len(first), len(first) + row % len(second), name) for row in range(count) for name in names]
+        scores = self._pair_scores(both, pairs, self._with_graph(both, (a, b), differentiable))
         return scores if _is_one_aspect(aspects) else scores.view(count, len(names))
 
     def distance(self, a: Any, b: Any, aspects: Aspects = "overall", **options: Any) -> Tensor:
@@ -146,16 +164,18 @@ class Metric:
         Raises:
             TPIPSError: bad images or aspects, an index out of range.
         """
+        self._require_pairs()
         first = to_tensors(images, value_range=value_range, alpha=alpha, name="images")
         second = to_tensors(references, value_range=value_range, alpha=alpha, name="references")
         for position, (left, right, _) in enumerate(pairs):
             for index, size, what in ((left, len(first), "images"), (right, len(second), "references")):
                 if not 0 <= index < size:
                     raise TPIPSError(f"pairs[{position}] names {what}[{index}], but there are only {size}.")
-        graph = self._with_graph([*first, *second], (images, references), differentiable)
+        both = [*first, *second]
+        graph = self._with_graph(both, (images, references), differentiable)
         if not pairs:
             return torch.zeros(0, device=self.device)
-        return self._pair_scores(first, second, pairs, graph)
+        return self._pair_scores(both, [(left, len(first) + right, aspect) for left, right, aspect in pairs], graph)
 
     def embed(
         self,
@@ -171,6 +191,7 @@ class Metric:
         Raises:
             TPIPSError: the fusion has no embedding; otherwise as `similarity`.
         """
+        self._require_pairs()
         if not hasattr(self.fusion, "embed"):
             raise TPIPSError(f"{self.fusion.kind} fusion compares two images at once: no embedding; use similarity.")
         names = aspect_list(aspects)
@@ -180,6 +201,52 @@ class Metric:
             vectors = self.fusion.embed(unique, [names] * len(unique))
             stacked = torch.stack([vectors[index] for index in position])
         return stacked[:, 0] if _is_one_aspect(aspects) else stacked
+
+    def odd_one_out(
+        self,
+        images: Any,
+        triplets: Sequence[Triplet],
+        *,
+        value_range: tuple[float, float] = (0.0, 1.0),
+        alpha: str = "white",
+        differentiable: bool | None = None,
+    ) -> Tensor:
+        """Which of three images is the most different in an aspect; every fusion answers.
+
+        A similarity of two images speaks for the third one being odd: softmax of the similarities over the fusion's
+        temperature (paper, Eq. 1). The triplet judge sees all three at once, in all six orders.
+
+        Args:
+            images: as in `similarity`.
+            triplets: (index, index, index, aspect) into images. Each image is encoded once for all of them, by the
+                triplet judge once in each combination.
+
+        Returns:
+            (N, 3) float32, the probability of each image of a triplet of being the odd one; (0, 3) for no triplets.
+
+        Raises:
+            TPIPSError: bad images or aspects, an index out of range.
+
+        Example:
+            >>> metric.odd_one_out([a, b, c], [(0, 1, 2, "lighting")])  # doctest: +SKIP
+            tensor([[0.1, 0.1, 0.8]])
+        """
+        given = to_tensors(images, value_range=value_range, alpha=alpha)
+        if triplets:
+            check_triplets(triplets, len(given))
+        graph = self._with_graph(given, (images,), differentiable)
+        if not triplets:
+            return torch.zeros(0, 3, device=self.device)
+        if self.is_pairwise:
+            # the pair that speaks for image k is that of the other two
+            pairs = [pair for a, b, c, aspect in triplets for pair in ((b, c, aspect), (a, c, aspect), (a, b, aspect))]
+            similarities = self._pair_scores(given, pairs, graph).view(len(triplets), 3)
+            return (similarities / self.fusion.temperature).softmax(-1)
+        unique, position = distinct_images(given)
+        with torch.set_grad_enabled(graph):
+            return self.fusion.judge(
+                unique, [(*(position[index] for index in members), aspect) for *members, aspect in triplets]
+            )
 
     def check_aspect(self, aspect: str | None) -> None:
         """Refuse an aspect that could not be scored, without scoring anything.
@@ -207,24 +274,36 @@ class Metric:
         self.backbone.enable_checkpointing()
         return self
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | str | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, dtype: torch.dtype | str | None = None, *, merge_lora: bool = True
+    ) -> None:
         """Write weights, config, tokenizer and image settings to `folder`, loadable by `load_metric(folder)`.
 
         Args:
             folder: made if it does not exist.
             dtype: of the stored weights, such as "bfloat16"; None keeps them as they are.
+            merge_lora: store adapters that are still apart folded into the weights; False stores them beside these, in
+                a folder `adapter` that PEFT reads too.
+
+        Raises:
+            TPIPSError: the folder cannot be written, or no adapters are apart that could stay so.
         """
         from tpips_reward.checkpoints import save_metric
 
-        save_metric(self, folder, None if dtype is None else parse_dtype(dtype))
+        save_metric(self, folder, None if dtype is None else parse_dtype(dtype), merge_lora)
 
-    def _pair_scores(
-        self, first: list[Tensor], second: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool
-    ) -> Tensor:
-        unique, position = distinct_images([*first, *second])
+    def _pair_scores(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool) -> Tensor:
+        unique, position = distinct_images(images)
         with torch.set_grad_enabled(graph):
             return self.fusion.score_pairs(
-                unique, [(position[left], position[len(first) + right], aspect) for left, right, aspect in pairs]
+                unique, [(position[left], position[right], aspect) for left, right, aspect in pairs]
+            )
+
+    def _require_pairs(self) -> None:
+        if not self.is_pairwise:
+            raise TPIPSError(
+                f"The {self.fusion.kind} judge sees three images at once and has no score of two; use odd_one_out, or a "
+                "metric of late, mid or early fusion."
             )
 
     def _with_graph(self, tensors: list[Tensor], given: tuple[Any, ...], differentiable: bool | None) -> bool:

@@ -49,6 +49,15 @@ PROMPTS: dict[str, PromptStyle] = {
         user=("text", "image", "image"),
         generation_prompt=False,
     ),
+    "triplet": PromptStyle(
+        with_aspect="I provide three horizontally concatenated images (left, middle, right). Which image is the most "
+        "different among the three in terms of {aspect}? You need to choose: left, middle, right. Answer:",
+        without_aspect="I provide three horizontally concatenated images (left, middle, right). Which image is the most "
+        "different among the three? You need to choose: left, middle, right. Answer:",
+        system=None,
+        user=("image", "text"),
+        generation_prompt=True,
+    ),
 }
 
 
@@ -86,7 +95,7 @@ def normalize_aspect(aspect: str | None) -> str | None:
 
 
 def prompt_text(fusion: str, aspect: str | None) -> str:
-    """The sentence that `fusion` uses for `aspect` (paper, appendix B)."""
+    """The sentence that `fusion` uses for `aspect` (paper, appendices B and C)."""
     style = PROMPTS[fusion]
     name = normalize_aspect(aspect)
     # replace, not format: an aspect may itself contain braces
@@ -188,16 +197,21 @@ class TextFirstPrompts(PromptTokenizer):
 
 
 class SplitPrompts(PromptTokenizer):
-    """Late fusion's prompts, cut where aspects begin to differ: a prefix that all share, and a suffix each.
+    """Prompts with the image first, cut where aspects begin to differ: a prefix that all share, and a suffix each.
 
     The prefix reaches past the image into the sentence ("Represent the similarity of the image"), so a suffix is only
     the aspect and the turn's closing tokens.
     """
 
     def __init__(
-        self, tokenizer: Any, image_token_id: int, vision_end_token_id: int, chat_template: str | None = None
+        self,
+        tokenizer: Any,
+        fusion: str,
+        image_token_id: int,
+        vision_end_token_id: int,
+        chat_template: str | None = None,
     ) -> None:
-        super().__init__(tokenizer, "late", image_token_id, chat_template)
+        super().__init__(tokenizer, fusion, image_token_id, chat_template)
         plain, probe = self.full(None), self.full("x")
         if plain.count(vision_end_token_id) != 1:
             raise TPIPSError(
@@ -209,7 +223,7 @@ class SplitPrompts(PromptTokenizer):
         if vision_end_token_id not in self.prefix:
             raise TPIPSError(
                 "The tokens before the image's end depend on the aspect; "
-                "late fusion needs a chat template that puts the image before the text."
+                f"{fusion} fusion needs a chat template that puts the image before the text."
             )
 
     def suffix(self, aspect: str | None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpips_reward.adapters import LORA, check_adapters, place_adapters
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import empty_backbone, fill, has_processor_files, listing, read_json, stored_weights
 from tpips_reward.errors import TPIPSError
@@ -24,7 +25,6 @@ DEFAULT_INSTRUCTION = "Represent the user's input."
 WITH_ADAPTERS = "channel_lora"
 _FAMILIES = ("activation_dist_", "similarity_")
 _LANGUAGE, _VISUAL = "language_model.", "visual."
-_LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def load_released(
     adapted = check_lora(towers, config, backbone.config.text_config.num_hidden_layers, layout.lora_targets, where)
     for tower in partial:
         towers.update(_from_backbone(backbone_folder, tower, adapted))
-    if adapted and not merge_lora:
-        _add_adapters(backbone, adapted, *_rank_and_alpha(config, adapted, towers))
-    elif adapted:
-        rank, alpha = _rank_and_alpha(config, adapted, towers)
-        towers = fold_lora(towers, alpha / rank, dtype)
+    if adapted:
+        rank = int(towers[adapted[0] + LORA[0]].shape[0])
+        towers = place_adapters(
+            backbone.model, towers, adapted, rank, float(config.get("lora_alpha", 2 * rank)), dtype, merge_lora
+        )
     fill(backbone.model, {name: value.to(dtype) for name, value in towers.items()}, where)
     with torch.device("meta"):  # no random numbers are drawn for parameters that are assigned next
         fusion = layout.build(backbone, config)
@@ -211,11 +211,7 @@ def check_lora(
         TPIPSError: a missing half or layer, another rank than config.json says, all lora_B zero, no adapters where
             the config asks for some.
     """
-    halves = [{name.removesuffix(end) for name in towers if name.endswith(end)} for end in _LORA]
-    adapted = sorted(halves[0] | halves[1])
-    lonely = sorted(halves[0] ^ halves[1])
-    if lonely:
-        raise TPIPSError(f"{where} has only one half of the adapters of {listing(lonely)}; the file is incomplete.")
+    adapted = check_adapters(towers, config.get("lora_r"), where)
     wants_lora = bool(config.get("use_lora", True)) and not config.get("full_finetune", False)
     wants_lora = wants_lora and config.get("activation_dist_tuning", WITH_ADAPTERS) == WITH_ADAPTERS
     if wants_lora and not adapted:
@@ -223,13 +219,6 @@ def check_lora(
     if not adapted:
         return []
     _check_every_layer(adapted, layers, targets, where)
-    rank = int(config.get("lora_r", towers[adapted[0] + _LORA[0]].shape[0]))
-    for layer in adapted:
-        shapes = tuple(towers[layer + _LORA[0]].shape), tuple(towers[layer + _LORA[1]].shape)
-        if shapes[0][0] != rank or shapes[1][1] != rank:
-            raise TPIPSError(f"{where}: the adapter of {layer} has shapes {shapes}, config.json says lora_r={rank}.")
-    if not any(bool(towers[layer + _LORA[1]].any()) for layer in adapted):
-        raise TPIPSError(f"{where}: every lora_B is zero, so the adapters change nothing; it is untrained.")
     return adapted
 
 
@@ -245,7 +234,7 @@ def _check_every_layer(adapted: list[str], layers: int, targets: tuple[str, ...]
 
 
 def _has_base_weights(towers: dict[str, Tensor], tower: str) -> bool:
-    return any(name.startswith(tower) and not name.endswith(_LORA) for name in towers)
+    return any(name.startswith(tower) and not name.endswith(LORA) for name in towers)
 
 
 def _from_backbone(folder: Path, tower: str, adapted: list[str]) -> dict[str, Tensor]:
@@ -256,32 +245,3 @@ def _from_backbone(folder: Path, tower: str, adapted: list[str]) -> dict[str, Te
             layer = plain.removesuffix(".weight")
             found[f"{layer}.base_layer.weight" if layer in adapted else plain] = value
     return found
-
-
-def _rank_and_alpha(config: dict[str, Any], adapted: list[str], towers: dict[str, Tensor]) -> tuple[int, float]:
-    rank = int(towers[adapted[0] + _LORA[0]].shape[0])
-    return rank, float(config.get("lora_alpha", 2 * rank))
-
-
-def fold_lora(towers: dict[str, Tensor], scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """W + scale * B A for every adapted layer, computed in float32 and rounded once; `towers` is used up."""
-    folded: dict[str, Tensor] = {}
-    for name in list(towers):
-        if name.endswith(".base_layer.weight"):
-            layer = name.removesuffix(".base_layer.weight")
-            down, up = (towers.pop(layer + end).float() for end in _LORA)
-            folded[f"{layer}.weight"] = (towers.pop(name).float() + scale * (up @ down)).to(dtype)
-        elif name in towers and not name.endswith(_LORA):
-            folded[name.replace(".base_layer.", ".")] = towers.pop(name)
-    if towers:
-        raise TPIPSError(f"The adapters of {listing(sorted(towers))} have no weights to be folded into.")
-    return folded
-
-
-def _add_adapters(backbone: Backbone, adapted: list[str], rank: int, alpha: float) -> None:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise TPIPSError("merge_lora=False needs peft; install it with pip install peft.") from None
-    settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=adapted)
-    inject_adapter_in_model(settings, backbone.model, low_cpu_mem_usage=True)

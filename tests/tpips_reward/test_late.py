@@ -11,7 +11,7 @@ import torch
 from tpips_reward.backbone import split_by_budget
 from tpips_reward.checkpoints import load_metric
 from tpips_reward.errors import TPIPSError
-from tpips_reward.fusion.late import block_mask, mrope_positions, pack
+from tpips_reward.fusion.image_first import block_mask, mrope_positions, pack
 from tpips_reward.preprocess import to_patches
 
 ASPECTS = ["lighting", None, "the color of the subject's left ear", "camera angle"]
@@ -76,7 +76,7 @@ def test_small_token_budgets_change_nothing(metric, crops, monkeypatch):
         whole = late.embed(crops, [ASPECTS] * len(crops))
         monkeypatch.setattr(late, "token_budget", 64)
         monkeypatch.setattr(late.backbone, "patch_budget", 16)
-        monkeypatch.setattr("tpips_reward.fusion.late.MAX_SUFFIX_TOKENS", 12)
+        monkeypatch.setattr("tpips_reward.fusion.image_first.MAX_SUFFIX_TOKENS", 12)
         for rows, expected in zip(late.embed(crops, [ASPECTS] * len(crops)), whole, strict=True):
             torch.testing.assert_close(rows, expected, atol=TOLERANCE, rtol=0)
 

@@ -45,7 +45,12 @@ def test_wording_of_each_fusion(fusion, expected):
 
 def test_turns_of_each_fusion():
     kinds = {name: [part["type"] for part in conversation(name, "x")[-1]["content"]] for name in PROMPTS}
-    assert kinds == {"late": ["image", "text"], "mid": ["text", "image"], "early": ["text", "image", "image"]}
+    assert kinds == {
+        "late": ["image", "text"],
+        "mid": ["text", "image"],
+        "early": ["text", "image", "image"],
+        "triplet": ["image", "text"],
+    }
     assert [turn["role"] for turn in conversation("late", "x")] == ["system", "user"]
     assert [turn["role"] for turn in conversation("early", "x")] == ["user"]
 
@@ -99,12 +104,12 @@ def test_a_template_that_puts_the_text_first_is_refused(prompts):
     template = "{% for m in messages %}{% for c in m.content | reverse %}{% if c.type == 'image' %}" \
         "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"  # fmt: skip
     with pytest.raises(TPIPSError, match="image before the text"):
-        SplitPrompts(prompts.tokenizer, prompts.image_token_id, 4, template)
+        SplitPrompts(prompts.tokenizer, "late", prompts.image_token_id, 4, template)
 
 
 def test_a_template_without_an_image_is_refused(prompts):
     with pytest.raises(TPIPSError, match="0 image placeholders"):
-        SplitPrompts(prompts.tokenizer, prompts.image_token_id, 4, "{{ messages[-1]['role'] }}")
+        SplitPrompts(prompts.tokenizer, "late", prompts.image_token_id, 4, "{{ messages[-1]['role'] }}")
 
 
 def test_each_aspect_is_tokenised_once(prompts, monkeypatch):

@@ -25,7 +25,7 @@ from tpips_reward.evaluation.pairing import (
     unexpected_files,
 )
 from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_model_name, shared_files, unique_rows
-from tpips_reward.evaluation.tables import csv_rows, parse_object, read_text
+from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
 from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
 
 FIELDS = ("key", "source", "image", "instruction", "outputs", "preserve", "target", "category")
@@ -110,15 +110,7 @@ def row_aspects(preserve: Sequence[str], target: Sequence[str]) -> tuple[tuple[s
 def _entries(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        found: list[tuple[str, dict[str, Any] | TPIPSError]] = []
-        # not splitlines: a JSON string may hold U+2028
-        for number, line in enumerate(read_text(path).split("\n"), 1):
-            if line.strip():
-                try:
-                    found.append((f"line {number}", parse_object(line)))
-                except TPIPSError as error:
-                    found.append((f"line {number}", error))
-        return found
+        return jsonl_rows(path)
     if suffix == ".csv":
         return [(place, _from_csv(row)) for place, row in csv_rows(path)]
     if not path.exists():

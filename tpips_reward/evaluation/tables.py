@@ -124,6 +124,19 @@ def csv_rows(path: Path) -> list[tuple[str, dict[str, str | None]]]:
         raise TPIPSError(f"{path}, line {reader.line_num}, is no CSV: {error}.") from None
 
 
+def jsonl_rows(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:
+    """("line N", row) of a JSONL file; the error in place of a row that is no JSON object."""
+    rows: list[tuple[str, dict[str, Any] | TPIPSError]] = []
+    # not splitlines: a JSON string may hold U+2028
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append((f"line {number}", parse_object(line)))
+            except TPIPSError as error:
+                rows.append((f"line {number}", error))
+    return rows
+
+
 def _read_file(path: Path) -> list[tuple[str, dict[str, Any]]]:
     suffix = path.suffix.lower()
     if suffix == ".csv":

@@ -17,6 +17,9 @@ DEFAULT_TOKEN_BUDGET = 32768
 FEATURE_BUDGET = 65536
 _BACKBONE = "backbone"
 
+#: Three indices into the images, and the aspect.
+Triplet = tuple[int, int, int, str | None]
+
 
 class FusionModule(nn.Module):
     """A fusion on a Qwen3-VL backbone; subclasses say how two images and an aspect become a score.
@@ -26,10 +29,12 @@ class FusionModule(nn.Module):
     Args:
         model: a transformers `Qwen3VLModel`, or a ready `Backbone`.
         tokenizer, settings, chat_template, processor: see `Backbone`; not needed with a ready one.
+        options: the fusion's own, see its `build`.
     """
 
     kind: str
-    range: tuple[float, float]
+    # (lowest, highest) similarity; None for a fusion that has no similarity of two images
+    range: tuple[float, float] | None
     # of the softmax that turns similarities into a choice (paper, Eq. 1 and table 9): the scale of the similarities
     temperature: float = 0.05
 
@@ -40,6 +45,7 @@ class FusionModule(nn.Module):
         settings: Any = None,
         chat_template: str | None = None,
         processor: Any = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         if isinstance(model, Backbone):
@@ -47,6 +53,11 @@ class FusionModule(nn.Module):
         else:
             self.backbone = Backbone(model, tokenizer, settings or processor, chat_template, processor)
         self.token_budget = DEFAULT_TOKEN_BUDGET
+        self.build(**options)
+
+    def build(self) -> None:
+        """Add what the fusion has beside the backbone: prompts and parameters."""
+        raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,3 +113,12 @@ def check_pairs(pairs: Sequence[tuple[int, int, str | None]], count: int) -> Non
     for position, (left, right, _) in enumerate(pairs):
         if not (0 <= left < count and 0 <= right < count):
             raise TPIPSError(f"pairs[{position}] names the images {left} and {right}, but there are only {count}.")
+
+
+def check_triplets(triplets: Sequence[Triplet], count: int) -> None:
+    """Refuse an empty list of triplets, and indices that name none of `count` images."""
+    if not triplets:
+        raise TPIPSError("There are no triplets; give at least one (index, index, index, aspect).")
+    for position, (*members, _) in enumerate(triplets):
+        if not all(0 <= index < count for index in members):
+            raise TPIPSError(f"triplets[{position}] names the images {members}, but there are only {count}.")

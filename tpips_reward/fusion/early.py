@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,15 +89,7 @@ class EarlyFusion(FusionModule):
     kind = "early"
     range = (-1.0, 1.0)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        settings: Any = None,
-        chat_template: str | None = None,
-        processor: Any = None,
-    ) -> None:
-        super().__init__(model, tokenizer, settings, chat_template, processor)
+    def build(self) -> None:
         self.register_embed = nn.Embedding(1, self.backbone.hidden_size)
         self.feature_budget = FEATURE_BUDGET
         self.prompts = TextFirstPrompts(

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpips_reward.backbone import ImageFeatures, split_by_budget
 from tpips_reward.errors import TPIPSError
 from tpips_reward.fusion.base import FEATURE_BUDGET, FusionModule, accumulation_dtype, check_pairs
 from tpips_reward.fusion.distance import DEFAULT_PROBES, Activations, DistanceHead, check_layers, spread_layers
-from tpips_reward.fusion.late import mrope_positions
+from tpips_reward.fusion.image_first import mrope_positions
 from tpips_reward.fusion.sharing import Shared, windows
 from tpips_reward.preprocess import ImageSettings, resize, target_size
 from tpips_reward.prompts import TextFirstPrompts, normalize_aspect
@@ -83,19 +83,9 @@ class MidFusion(FusionModule):
     range = (float("-inf"), 0.0)
     temperature = 0.0025
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        settings: Any = None,
-        chat_template: str | None = None,
-        processor: Any = None,
-        *,
-        probe_layers: Sequence[int] | None = None,
-        num_probes: int = DEFAULT_PROBES,
-        text_pool: str = "mean",
+    def build(
+        self, *, probe_layers: Sequence[int] | None = None, num_probes: int = DEFAULT_PROBES, text_pool: str = "mean"
     ) -> None:
-        super().__init__(model, tokenizer, settings, chat_template, processor)
         depth = int(self.backbone.config.text_config.num_hidden_layers)
         self.probe_layers = (
             spread_layers(num_probes, depth) if probe_layers is None else check_layers(probe_layers, depth)

@@ -1,0 +1,202 @@
+"""Pairs of image files to be scored: as arguments, or in a CSV or JSONL file.
+
+    a,b,aspects
+    in/1.png,out/1.png,lighting;car color
+    {"a": "in/1.png", "b": "out/1.png", "aspects": ["lighting", "car color"]}
+
+Paths are relative to the file. A row without aspects gets those of the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.image_files import ImageFile, decode, image_size
+from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
+from tpips_reward.preprocess import check_aspect_ratio
+
+SUFFIXES = (".csv", ".jsonl")
+COLUMNS = ("a", "b", "aspects")
+#: Distinct images that are decoded at one time.
+BATCH_IMAGES = 64
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Two images and what to compare.
+
+    Attributes:
+        place: where the row stands, such as "line 2"; empty for arguments.
+        a, b: paths as they were given.
+        first, second: where the files are.
+        aspects: at least one.
+    """
+
+    place: str
+    a: str
+    b: str
+    first: Path
+    second: Path
+    aspects: tuple[str, ...]
+
+
+def is_pair_file(paths: Sequence[str]) -> bool:
+    """Whether the arguments are one file of pairs and no images."""
+    return len(paths) == 1 and Path(paths[0]).suffix.lower() in SUFFIXES
+
+
+def pairs_of_arguments(paths: Sequence[str], aspects: Sequence[str]) -> list[PairRow]:
+    """A1 B1 A2 B2 ... as rows.
+
+    Raises:
+        TPIPSError: an odd number, or files that are no images.
+    """
+    if len(paths) % 2:
+        raise TPIPSError(
+            f"score takes pairs of images, got {len(paths)} files: {', '.join(paths)}. Give two files, several pairs, or "
+            "one file that ends in .csv or .jsonl."
+        )
+    rows = [
+        PairRow("", a, b, Path(a), Path(b), tuple(aspects)) for a, b in zip(paths[::2], paths[1::2], strict=True)
+    ]
+    _check_files(rows, "")
+    return rows
+
+
+def read_pairs(path: Path, aspects: Sequence[str]) -> list[PairRow]:
+    """A file's rows, all of them usable.
+
+    Args:
+        path: ends in .csv or .jsonl.
+        aspects: of rows that name none.
+
+    Raises:
+        TPIPSError: no rows, or rows that cannot be used: every one is listed with its line.
+    """
+    entries: list[tuple[str, dict[str, Any] | TPIPSError]]
+    entries = jsonl_rows(path) if path.suffix.lower() == ".jsonl" else list(csv_rows(path))
+    if not entries:
+        raise TPIPSError(f"{path} has no rows.")
+    rows, problems = [], []
+    for place, entry in entries:
+        try:
+            rows.append(_row(place, entry, path.parent, aspects))
+        except TPIPSError as error:
+            problems.append(f"{place}: {error}")
+    _raise(problems, len(entries), str(path))
+    _check_files(rows, str(path))
+    return rows
+
+
+def score_rows(
+    rows: Sequence[PairRow], metric: Any, progress: Callable[[int], object] = lambda done: None
+) -> Iterator[list[float]]:
+    """Similarities of each row in its aspects, batch by batch; in a batch every image is encoded once.
+
+    Args:
+        rows: see `read_pairs`.
+        metric: a `tpips_reward.Metric`.
+        progress: called with the number of rows that were finished since it was last called.
+
+    Raises:
+        TPIPSError: an image that is damaged, an aspect that cannot be scored.
+    """
+    for batch in _batches(rows):
+        images: dict[Path, Tensor] = {}
+        pairs: list[tuple[int, int, str]] = []
+        for row in batch:
+            for file in (row.first, row.second):
+                if file not in images:
+                    images[file] = _at(row.place, lambda file=file: decode(ImageFile(file).read(), str(file)))  # type: ignore[misc]
+        index = {file: position for position, file in enumerate(images)}
+        for row in batch:
+            for aspect in row.aspects:
+                _at(row.place, lambda aspect=aspect: metric.check_aspect(aspect))  # type: ignore[misc]
+                pairs.append((index[row.first], index[row.second], aspect))
+        pixels = list(images.values())
+        scores = iter(metric.similarity_pairs(pixels, pixels, pairs, differentiable=False).tolist())
+        for row in batch:
+            yield [next(scores) for _ in row.aspects]
+        progress(len(batch))
+
+
+def _row(place: str, entry: dict[str, Any] | TPIPSError, home: Path, aspects: Sequence[str]) -> PairRow:
+    if isinstance(entry, TPIPSError):
+        raise entry
+    if "" in entry or any(value is None for name, value in entry.items() if name != "aspects"):
+        raise TPIPSError("of another length than the heading; quote cells that hold commas.")
+    unknown = sorted(set(entry) - set(COLUMNS))
+    if unknown:
+        raise TPIPSError(f"the field {unknown[0]!r} means nothing here; there are {', '.join(COLUMNS)}.")
+    for name in ("a", "b"):
+        if not isinstance(entry.get(name), str) or not entry[name].strip():
+            raise TPIPSError(f"give the image {name!r} as a path, not {entry.get(name)!r}.")
+    a, b = entry["a"].strip(), entry["b"].strip()
+    return PairRow(place, a, b, home / a, home / b, _row_aspects(entry.get("aspects")) or tuple(aspects))
+
+
+def _row_aspects(given: Any) -> tuple[str, ...]:
+    """Aspects of a cell ("a;b") or of a JSON list; none where there is nothing."""
+    if given is None or given == "" or given == []:
+        return ()
+    parts = given.split(";") if isinstance(given, str) else given
+    if not isinstance(parts, list) or not all(isinstance(part, str) and part.strip() for part in parts):
+        raise TPIPSError(f"aspects is {given!r}; give a list of texts, in a CSV parted by ';'.")
+    return tuple(dict.fromkeys(part.strip() for part in parts))
+
+
+def _check_files(rows: Sequence[PairRow], where: str) -> None:
+    """All files before the model: a typo must not cost the loading of a large metric."""
+    problems: dict[str, None] = {}
+    known: dict[Path, str | None] = {}
+    for row in rows:
+        for file in (row.first, row.second):
+            if file not in known:
+                known[file] = _fault(file)
+            if known[file] is not None:
+                problems[f"{row.place}: {known[file]}" if row.place else str(known[file])] = None
+    _raise(list(problems), len(rows), where)
+
+
+def _fault(file: Path) -> str | None:
+    try:
+        width, height = image_size(ImageFile(file))
+        check_aspect_ratio(height, width, str(file))
+    except TPIPSError as error:
+        return str(error)
+    return None
+
+
+def _raise(problems: list[str], count: int, where: str) -> None:
+    if not problems:
+        return
+    more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+    listed = " ".join(problems[:_LISTED]) + more
+    raise TPIPSError(f"{where} has {len(problems)} faults in {count} rows: {listed}" if where else listed)
+
+
+def _at(place: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except TPIPSError as error:
+        raise TPIPSError(f"{place}: {error}" if place else str(error)) from error
+
+
+def _batches(rows: Sequence[PairRow]) -> Iterator[list[PairRow]]:
+    batch: list[PairRow] = []
+    files: set[Path] = set()
+    for row in rows:
+        if batch and len(files | {row.first, row.second}) > BATCH_IMAGES:
+            yield batch
+            batch, files = [], set()
+        batch.append(row)
+        files |= {row.first, row.second}
+    if batch:
+        yield batch
