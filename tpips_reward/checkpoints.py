@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tpips_reward.adapters import (
+from tpips_reward.backbone import Backbone
+from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
+from tpips_reward.errors import TPIPSError
+from tpips_reward.files import make_readable
+from tpips_reward.fusion import FUSIONS
+from tpips_reward.fusion.base import FusionModule, accumulation_dtype
+from tpips_reward.lora import (
     ADAPTER_FOLDER,
     LORA,
     base_state,
@@ -23,12 +29,6 @@ from tpips_reward.adapters import (
     read_adapters,
     save_adapters,
 )
-from tpips_reward.backbone import Backbone
-from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
-from tpips_reward.errors import TPIPSError
-from tpips_reward.files import make_readable
-from tpips_reward.fusion import FUSIONS
-from tpips_reward.fusion.base import FusionModule, accumulation_dtype
 from tpips_reward.metric import Metric, parse_dtype
 from tpips_reward.released import is_released_layout, load_released
 

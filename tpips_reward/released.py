@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpips_reward.adapters import LORA, check_adapters, place_adapters
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import empty_backbone, fill, has_processor_files, listing, read_json, stored_weights
 from tpips_reward.errors import TPIPSError
 from tpips_reward.fusion import EarlyFusion, LateFusion, MidFusion
 from tpips_reward.fusion.base import FusionModule, accumulation_dtype
 from tpips_reward.fusion.distance import DEFAULT_PROBES
+from tpips_reward.lora import LORA, check_adapters, place_adapters
 
 FAMILY = "qwen3_vl_embed"
 DEFAULT_INSTRUCTION = "Represent the user's input."
