@@ -18,7 +18,7 @@ import torch
 
 from metric_training.evaluate import as_markdown, compare
 from metric_training.training.config import TrainConfig
-from metric_training.training.output import trained_metric
+from metric_training.training.output import describe_scores, trained_metric
 from metric_training.training.state import BEST, STATE
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.errors import exit_on_errors
@@ -89,14 +89,13 @@ def export(
         "results": results,
     }
     write_text(output / "figures.json", json.dumps(figures, indent=1) + "\n")
-    low = stored.range[0]
     card = CARD.format(
         name=name,
         article="An" if config.fusion == "early" else "A",
         fusion=config.fusion,
         parameters=sum(p.numel() for p in stored.fusion.parameters()) / 1e6,
         start=f"trained from `{config.model_name_or_path}`",
-        scores="Similarity is a cosine, -1 to 1." if low == -1 else "Similarity is minus a distance, at most 0.",
+        scores=describe_scores(stored),
         change_scale=change_scale,
         steps=saved["step"],
         minutes=saved["seconds"] / 60,

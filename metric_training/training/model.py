@@ -18,13 +18,13 @@ from tpips_reward.released import is_released_layout
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-#: The layers that LoRA adapts, by fusion, as in the released checkpoints.
+#: The layers that LoRA adapts, by fusion, as in the released checkpoints (of the triplet judge none is released).
 LORA_TARGETS: dict[str, tuple[str, ...]] = {
     "late": _ATTENTION + _MLP,
     "mid": (*_ATTENTION, "o_proj"),
     "early": (*_ATTENTION, "o_proj", *_MLP),
+    "triplet": (*_ATTENTION, "o_proj", *_MLP),
 }
-_ALL = (*_ATTENTION, "o_proj", *_MLP)
 
 
 def build_fusion(config: TrainConfig) -> FusionModule:
@@ -45,7 +45,7 @@ def build_fusion(config: TrainConfig) -> FusionModule:
         model = fusion.backbone.model
         if config.objective == "votes":
             _open_language(model, config)
-        model.visual.requires_grad_(config.objective == "scenes" or not config.freeze_vision)  # type: ignore[union-attr]
+        model.visual.requires_grad_(config.objective == "scenes" or not config.freeze_vision)
     fusion.token_budget = config.token_budget
     if config.gradient_checkpointing:
         fusion.backbone.enable_checkpointing()
@@ -97,10 +97,10 @@ def _fusion(config: TrainConfig) -> FusionModule:
 def _open_language(model: nn.Module, config: TrainConfig) -> None:
     language = model.language_model
     if not config.use_peft:
-        language.requires_grad_(True)  # type: ignore[union-attr]
+        language.requires_grad_(True)
         language.embed_tokens.requires_grad_(not config.freeze_embeddings)  # type: ignore[union-attr]
         return
-    targets = tuple(config.lora_target_modules or LORA_TARGETS.get(config.fusion, _ALL))
+    targets = tuple(config.lora_target_modules or LORA_TARGETS[config.fusion])
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [n for n in linear if n.startswith("language_model.") and n.rpartition(".")[2] in targets]
     missing = set(targets) - {name.rpartition(".")[2] for name in chosen}

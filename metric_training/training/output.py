@@ -23,7 +23,7 @@ pipeline_tag: image-feature-extraction
 
 # {name}
 
-A {fusion} fusion TPIPS metric, `load_metric("{folder}")`. Similarities are from {low} to {high}.
+A {fusion} fusion TPIPS metric, `load_metric("{folder}")`. {scores}
 
 - Started from `{start}`; trained on `{data}`{share}.
 - {steps} steps, {minutes:.0f} minutes; {examples} comparisons a step, all aspects of each at once.
@@ -75,6 +75,13 @@ def validations(folder: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "validation_agreement" in record]
 
 
+def describe_scores(metric: Metric) -> str:
+    """What a metric's numbers are, in a sentence."""
+    if metric.fusion.range is None:
+        return "It judges which of three images is the odd one, and has no similarity of two."
+    return "Similarity is a cosine, -1 to 1." if metric.fusion.range[0] == -1 else "Similarity is minus a distance, at most 0."
+
+
 def card(metric: Metric, saved: dict[str, Any], records: list[dict[str, Any]], folder: Path) -> str:
     """The model card of a trained metric."""
     config = TrainConfig(**saved["config"])
@@ -84,14 +91,12 @@ def card(metric: Metric, saved: dict[str, Any], records: list[dict[str, Any]], f
         for r in records
         if r["step"] <= saved["step"]
     ]
-    low, high = metric.range
     kept = {k: v for k, v in saved["config"].items() if k not in ("resume", "overwrite")}
     return _CARD.format(
         name=metric.info["name"],
         fusion=config.fusion,
         folder=folder,
-        low="minus infinity" if low == float("-inf") else f"{low:g}",
-        high=f"{high:g}",
+        scores=describe_scores(metric),
         start=config.model_name_or_path,
         data=config.dataset_name if config.objective == "votes" else "the parameters of procedural scenes",
         share="" if config.train_share == 1 else f", {config.train_share:.0%} of it",

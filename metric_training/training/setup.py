@@ -42,7 +42,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over what is trained: the towers at ``learning_rate``, all else at ``head_learning_rate_factor`` times that."""
-    towers, own = [], []
+    towers: list[nn.Parameter] = []
+    own: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (towers if ".backbone." in f".{name}" else own).append(parameter)

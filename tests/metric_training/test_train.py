@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
@@ -29,7 +30,7 @@ from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.scenes import to_tensor
 
 CONFIGS = Path(train.__file__).parent / "configs"
-KINDS = ("late", "mid", "early")
+KINDS = ("late", "mid", "early", "triplet")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,10 @@ def tiny(start: str, folder: Path, **changes: Any) -> TrainConfig:
         "logging_steps": 1, "lora_r": 2,
     }  # fmt: skip
     return TrainConfig(**(settings | changes))
+
+
+def np_rng(number: int) -> np.random.Generator:
+    return np.random.default_rng([5, 5, number])
 
 
 def losses(folder: Path) -> list[float]:
@@ -106,7 +111,7 @@ def test_best_is_the_best_validation(finished: Path) -> None:
     assert set(measured) == {2, 4} and measured[best["step"]] == max(measured.values()) == best["best"]
 
 
-@pytest.mark.parametrize("kind", ["late", "mid"])
+@pytest.mark.parametrize("kind", ["late", "mid", "triplet"])
 def test_the_other_fusions_train_whole_layers(start: str, tmp_path: Path, kind: str) -> None:
     train.main(tiny(start, tmp_path, fusion=kind, use_peft=False, bf16=False, max_steps=2))
     metric = load_metric(tmp_path / "best", device="cpu")
@@ -189,7 +194,7 @@ def test_frozen_weights_are_bfloat16_and_trained_ones_are_not(start: str, tmp_pa
 def test_a_file_of_votes_trains_in_parts_of_its_aspects(start: str, tmp_path: Path) -> None:
     rows = []
     for number in range(3):
-        triplet = sample_triplet(torch_free_rng(number), voters=Voters(), max_aspects=4)
+        triplet = sample_triplet(np_rng(number), voters=Voters(), max_aspects=4)
         for k, image in enumerate(triplet.images):
             Image.fromarray(image).save(tmp_path / f"{number}_{k}.png")
         factors = [
@@ -205,12 +210,6 @@ def test_a_file_of_votes_trains_in_parts_of_its_aspects(start: str, tmp_path: Pa
     assert [len(source[k].aspects) for k in range(len(source))] == [3, 1] * 3
     train.main(config)
     assert (tmp_path / "run" / "last" / "tpips_config.json").exists()
-
-
-def torch_free_rng(number: int) -> Any:
-    import numpy as np
-
-    return np.random.default_rng([5, 5, number])
 
 
 def test_a_plain_backbone_is_a_start(start: str, tmp_path: Path) -> None:
@@ -288,7 +287,7 @@ def test_shipped_settings_can_be_used(path: Path) -> None:
 
 def test_the_papers_recipe_is_in_the_configs() -> None:
     # learning rate, effective batch in (triplet, aspect) examples, temperature: table 9
-    table = {"late": (5e-5, 128, 0.05), "early": (1e-4, 128, 0.05), "mid": (1e-4, 32, 0.0025)}
+    table = {"late": (5e-5, 128, 0.05), "early": (1e-4, 128, 0.05), "mid": (1e-4, 32, 0.0025), "triplet": (3e-5, 32, None)}
     for kind, (rate, batch, temperature) in table.items():
         config = parse_config(["--config", str(CONFIGS / f"{kind}.yaml")])
         assert (config.fusion, config.learning_rate, config.temperature) == (kind, rate, temperature)
@@ -331,7 +330,7 @@ def test_export_measures_the_files_that_it_wrote(finished: Path, tmp_path: Path)
     figures = export(finished, tmp_path / "metric", triplets=2, edits=4)
     metric = load_metric(tmp_path / "metric", device="cpu")
     assert metric.change_scale == pytest.approx(figures["change_scale"]) and metric.info["name"] == "builtin:early"
-    image = to_tensor(sample_triplet(torch_free_rng(0)).images[0])
+    image = to_tensor(sample_triplet(np_rng(0)).images[0])
     assert float(metric.similarity(image, image, "size")[0]) == pytest.approx(1.0, abs=1e-5)
     card = (tmp_path / "metric" / "README.md").read_text()
     assert f"{figures['results']['metric, known wordings']['agreement']:.3f}" in card
