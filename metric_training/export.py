@@ -40,7 +40,7 @@ aspects. It is there to run, test and demonstrate everything without a download;
 
 - Images are brought to about 64 x 64 pixels' area. {scores}
 - `change_scale`, the 1 - f that nine in ten true edits exceed in the aspect that they change: {change_scale:.4f}.
-- Training: {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
+- Training: weights of the {checkpoint} after {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
   `accelerate launch metric_training/train.py --config metric_training/configs/{config}.yaml`, then
   `python -m metric_training.export --run runs/{config} --output tpips_reward/builtin/{fusion}{options}`.
 - Weights are stored in bfloat16{base}; the figures are those of the stored weights.
@@ -97,6 +97,7 @@ def export(
         start=f"trained from `{config.model_name_or_path}`",
         scores=describe_scores(stored),
         change_scale=change_scale,
+        checkpoint="best validation," if checkpoint == "best" else "last step,",
         steps=saved["step"],
         minutes=saved["seconds"] / 60,
         seed=config.seed,

@@ -31,8 +31,10 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         mixed_precision="bf16" if config.bf16 and not config.use_peft else "no",
         log_with=config.report_to if tracked else None,
         project_dir=config.output_dir if tracked else None,
-        # Some parameters have no part in a loss (the last of the towers' in a vision stage); the buffers never change.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)],
+        # Parts of a vision tower may have no part in a loss: what it feeds into later layers has none in its own stage.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=config.objective == "scenes" or not config.freeze_vision)
+        ],
     )
     if tracked:
         shown = {k: v for k, v in vars(config).items() if isinstance(v, int | float | str | bool)}

@@ -44,6 +44,8 @@ class Validation:
             model: the wrapped module (see `objectives.Scorer`).
         """
         training = model.training
+        if self.shares:  # a wrapper would wait for the other processes in every call
+            model = self.accelerator.unwrap_model(model)
         model.eval()
         try:
             tables = score(_judge(model, self.whole), self.mine, self.cache, DEFAULT_IMAGES_PER_CALL) if self.mine else []
