@@ -147,6 +147,12 @@ def check_config(config: TrainConfig) -> None:
     ):
         if getattr(config, name) not in known:
             raise TPIPSError(f"{name} must be one of {', '.join(known)}, not {getattr(config, name)!r}.")
+    trains_whole = not (config.use_peft and config.freeze_vision and config.freeze_embeddings and config.objective == "votes")
+    if config.bf16 and trains_whole:
+        raise TPIPSError(
+            "bf16 holds frozen weights in bfloat16 and trains float32 adapters beside them; it needs use_peft, freeze_vision, "
+            "freeze_embeddings and objective votes."
+        )
     if config.resume and config.overwrite:
         raise TPIPSError("--overwrite and --resume contradict each other; give one of them.")
 

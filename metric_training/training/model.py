@@ -30,7 +30,7 @@ LORA_TARGETS: dict[str, tuple[str, ...]] = {
 def build_fusion(config: TrainConfig) -> FusionModule:
     """The fusion on the CPU, with only what is trained requiring gradients; the global random state is left alone.
 
-    Frozen weights are bfloat16 with ``bf16`` and LoRA, else float32; what is trained is float32.
+    Frozen weights are bfloat16 with ``bf16``, else float32; what is trained is float32.
 
     Raises:
         TPIPSError: a source that is neither a metric nor a Qwen3-VL, or layers that it does not have.
@@ -71,7 +71,7 @@ def load_backbone(source: str, dtype: torch.dtype) -> Backbone:
 
 
 def _fusion(config: TrainConfig) -> FusionModule:
-    dtype = torch.bfloat16 if config.bf16 and config.use_peft else torch.float32
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
     if config.model_name_or_path == SCRATCH:
         backbone = build_late_fusion(config.seed).backbone.to(dtype)
     else:

@@ -28,7 +28,6 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     accelerator = Accelerator(
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
         cpu=not torch.accelerator.is_available(),
-        mixed_precision="bf16" if config.bf16 and not config.use_peft else "no",
         log_with=config.report_to if tracked else None,
         project_dir=config.output_dir if tracked else None,
         # Parts of a vision tower may have no part in a loss: what it feeds into later layers has none in its own stage.

@@ -113,7 +113,7 @@ def test_best_is_the_best_validation(finished: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["late", "mid", "triplet"])
 def test_the_other_fusions_train_whole_layers(start: str, tmp_path: Path, kind: str) -> None:
-    train.main(tiny(start, tmp_path, fusion=kind, use_peft=False, bf16=False, max_steps=2))
+    train.main(tiny(start, tmp_path, fusion=kind, use_peft=False, max_steps=2))
     metric = load_metric(tmp_path / "best", device="cpu")
     old, new = load_metric(start, device="cpu").backbone.model.state_dict(), metric.backbone.model.state_dict()
     changed = {name for name, value in new.items() if not torch.equal(value, old[name])}
@@ -312,6 +312,7 @@ def test_a_used_folder_and_a_missing_checkpoint_are_refused(start: str, finished
         ({"fusion": "none"}, "fusion must be one of"),
         ({"train_share": 1.5}, "train_share must be from 0 to 1"),
         ({"max_aspects": 2.5}, "max_aspects must be of type int"),
+        ({"bf16": True, "use_peft": False}, "bf16 holds frozen weights"),
         ({"lora_target_modules": ["nothing"]}, "the language tower does not have"),
         ({"model_name_or_path": "no_such_thing"}, "no_such_thing"),
     ],
