@@ -14,17 +14,9 @@ from transformers import (
 )
 
 from tpips_reward.fusion.late import LateFusion
+from tpips_reward.prompts import SPECIAL_TOKENS
 from tpips_reward.scenes import ASPECTS, wordings
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
 _PATCH, _MERGE, _SIDE = 8, 2, 64
 
 # The turns of Qwen's chat format: role, content, end; images between vision tokens.

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metric_training.builtin_model import build_late_fusion
 from metric_training.data.procedural import KINDS, TEST_SEED, held_out_triplets
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.data.triplets import Triplet
 from metric_training.data.votes import PAIRS
-from metric_training.evaluation.baselines import BASELINES, UNTRAINED, load_judge
+from metric_training.evaluation.baselines import BASELINES, UNTRAINED, load_judge, untrained
 from metric_training.evaluation.report import as_markdown as report_markdown
 from metric_training.evaluation.report import write_file, write_report
 from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, evaluate
@@ -109,13 +108,13 @@ def score_triplets(judge: Judge, triplets: Sequence[Triplet]) -> dict[str, Any]:
 
 
 def compare(metric: Metric, count: int) -> dict[str, dict[str, Any]]:
-    """A metric on known and on new wordings, beside pixel L2 and the built-in architecture untrained."""
+    """A metric on known and on new wordings, beside pixel L2 and its own architecture with random weights."""
     known, new = (held_out_triplets(count, split=split) for split in ("train", "test"))
     return {
         "metric, known wordings": score_triplets(metric_judge(metric), known),
         "metric, wordings never trained on": score_triplets(metric_judge(metric), new),
         "pixel L2": score_triplets(pixel_judge, known),
-        "untrained backbone": score_triplets(metric_judge(Metric(build_late_fusion(seed=0))), known),
+        "untrained backbone": score_triplets(metric_judge(untrained(metric)), known),
     }
 
 

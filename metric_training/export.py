@@ -1,6 +1,9 @@
-"""A trained model → a folder that `load_metric` takes, with its figures and its card.
+"""A run's weights → a folder that ships: bfloat16, with a measured change_scale, its figures and its card.
 
-    python -m metric_training.export --run runs/builtin_late --output tpips_reward/builtin/late
+    python -m metric_training.export --run runs/builtin_early --output tpips_reward/builtin/early --base builtin:late
+
+`--base` stores only what differs from a built-in metric. best/ and last/ of the run itself are what `load_metric` takes
+without any of this.
 """
 
 from __future__ import annotations
@@ -13,33 +16,36 @@ from typing import Any
 
 import torch
 
-from metric_training.builtin_model import build_late_fusion
 from metric_training.evaluate import as_markdown, compare
+from metric_training.training.config import TrainConfig
+from metric_training.training.output import describe_scores, trained_metric
+from metric_training.training.state import BEST, STATE
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.rewards.effects import measure_change_scale
 
+CHECKPOINTS = {"best": BEST, "last": STATE}
 CARD = """---
 license: apache-2.0
 library_name: tpips-reward
 pipeline_tag: image-feature-extraction
 ---
 
-# builtin:late
+# {name}
 
-A late-fusion TPIPS metric, small enough for a CPU: transformers' `Qwen3VLModel` with {parameters:.2f} million parameters, trained from
-scratch on procedural scenes (`tpips_reward.scenes`) with simulated voters. It knows flat shapes on simple backgrounds and their
-aspects. It is there to run, test and demonstrate everything without a download; for photographs use `released:late`.
+{article} {fusion}-fusion TPIPS metric, small enough for a CPU: transformers' `Qwen3VLModel` with {parameters:.2f} million parameters, {start}, on
+procedural scenes (`tpips_reward.scenes`) with simulated voters. It knows flat shapes on simple backgrounds and their
+aspects. It is there to run, test and demonstrate everything without a download; for photographs use `released:{fusion}`.
 
-- Images are brought to about 64 x 64 pixels' area. Similarity is a cosine, -1 to 1.
+- Images are brought to about 64 x 64 pixels' area. {scores}
 - `change_scale`, the 1 - f that nine in ten true edits exceed in the aspect that they change: {change_scale:.4f}.
-- Training: {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
-  `accelerate launch metric_training/train.py --config metric_training/configs/builtin_late.yaml`, then
-  `python -m metric_training.export --run runs/builtin_late --output tpips_reward/builtin/late`.
-- Weights are stored in bfloat16; the figures are those of the stored weights.
+- Training: weights of the {checkpoint} after {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
+  `accelerate launch metric_training/train.py --config metric_training/configs/{config}.yaml`, then
+  `python -m metric_training.export --run runs/{config} --output tpips_reward/builtin/{fusion}{options}`.
+- Weights are stored in bfloat16{base}; the figures are those of the stored weights.
 
-Agreement with simulated voters on fresh scenes (`python -m metric_training.evaluate --metric builtin:late --triplets {triplets}`);
+Agreement with simulated voters on fresh scenes (`python -m metric_training.evaluate --metric {name} --triplets {triplets}`);
 chance is 0.333:
 
 {table}
@@ -49,7 +55,9 @@ chance is 0.333:
 """
 
 
-def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> dict[str, Any]:
+def export(
+    run: Path, output: Path, triplets: int = 1000, edits: int = 200, checkpoint: str = "best", base: str | None = None
+) -> dict[str, Any]:
     """Writes weights (bfloat16), figures.json and README.md; returns the figures.
 
     Args:
@@ -57,27 +65,22 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
         output: folder to write.
         triplets: triplets in each test set.
         edits: true edits over which ``change_scale`` is measured.
+        checkpoint: "best" or "last".
+        base: a built-in metric whose weights are shared; see `Metric.save_pretrained`.
 
     Raises:
         TPIPSError: when the run has no checkpoint.
     """
-    checkpoint = run / "checkpoint.pt"
-    if not checkpoint.exists():
-        raise TPIPSError(f"{run} has no checkpoint.pt; give the output_dir of metric_training/train.py.")
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        late = build_late_fusion(saved["config"]["seed"])
-        weights = {k.removeprefix("late."): v for k, v in saved["model"].items() if k.startswith("late.")}
-        late.load_state_dict(weights)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        reason = " ".join(str(error).split())[:200]
-        raise TPIPSError(f"{checkpoint} is no checkpoint of metric_training/train.py ({reason}).") from error
-    late.to(torch.bfloat16).to(torch.float32)
-    change_scale = measure_change_scale(Metric(late), samples=edits)
-    info = {"name": "builtin:late", "license": "apache-2.0"}
-    Metric(late, change_scale=change_scale, info=info).save_pretrained(output, dtype=torch.bfloat16)
+    metric, saved = trained_metric(run / CHECKPOINTS[checkpoint])
+    metric.fusion.to(torch.bfloat16).to(torch.float32)
+    change_scale = measure_change_scale(metric, samples=edits)
+    config = TrainConfig(**saved["config"])
+    name = f"builtin:{config.fusion}"
+    rounded = Metric(metric.fusion, change_scale=change_scale, info={"name": name, "license": "apache-2.0"})
+    rounded.save_pretrained(output, dtype=torch.bfloat16, base=base)
     # The figures are those of the files, not of what was in memory.
-    results = compare(load_metric(output, device="cpu"), triplets)
+    stored = load_metric(output, device="cpu")
+    results = compare(stored, triplets)
     figures = {
         "steps": saved["step"],
         "minutes": saved["seconds"] / 60,
@@ -87,11 +90,20 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
     }
     write_text(output / "figures.json", json.dumps(figures, indent=1) + "\n")
     card = CARD.format(
-        parameters=sum(p.numel() for p in late.parameters()) / 1e6,
+        name=name,
+        article="An" if config.fusion == "early" else "A",
+        fusion=config.fusion,
+        parameters=sum(p.numel() for p in stored.fusion.parameters()) / 1e6,
+        start=f"trained from `{config.model_name_or_path}`",
+        scores=describe_scores(stored),
         change_scale=change_scale,
+        checkpoint="best validation," if checkpoint == "best" else "last step,",
         steps=saved["step"],
         minutes=saved["seconds"] / 60,
-        seed=saved["config"]["seed"],
+        seed=config.seed,
+        config=f"builtin_{config.fusion}",
+        options="" if base is None else f" --base {base}",
+        base="" if base is None else f", and only those that differ from {base}'s",
         triplets=triplets,
         table=as_markdown(results),
     )
@@ -102,14 +114,19 @@ def export(run: Path, output: Path, triplets: int = 1000, edits: int = 200) -> d
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Export a trained metric for load_metric.")
+    parser = argparse.ArgumentParser(description="Export a trained metric as the package ships it.")
     parser.add_argument("--run", type=Path, required=True, help="output_dir of metric_training/train.py")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--checkpoint", choices=list(CHECKPOINTS), default="best", help="which weights")
+    parser.add_argument("--base", help="a built-in metric of which only the differences are stored")
     parser.add_argument("--triplets", type=int, default=1000, help="triplets in each test set")
     options = parser.parse_args(arguments)
     if options.triplets < 1:
         raise TPIPSError(f"--triplets must be at least 1, not {options.triplets}.")
-    print(as_markdown(export(options.run, options.output, options.triplets)["results"]))
+    figures = export(
+        options.run, options.output, options.triplets, checkpoint=options.checkpoint, base=options.base
+    )
+    print(as_markdown(figures["results"]))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,20 @@ def pair_similarities(embeddings: Tensor) -> Tensor:
     return torch.stack([(embeddings[..., i, :] * embeddings[..., j, :]).sum(-1) for i, j in PAIRS], dim=-1)
 
 
-def odd_one_out_loss(similarities: Tensor, votes: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of softmax(s-bar / τ) against the vote shares, mean over the examples (paper, Eq. 2).
+def odd_one_out_losses(similarities: Tensor, votes: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of softmax(s-bar / τ) against the vote shares, of each example (paper, Eq. 2).
 
     Args:
-        similarities: (N, 3) float, entry k the similarity of the pair without image k.
-        votes: (N, 3) vote shares that sum to 1.
+        similarities: (N, n) float, entry k what speaks for choice k: of a triplet the similarity of the pair without
+            image k, in 2AFC that of candidate k to the reference.
+        votes: (N, n) vote shares that sum to 1.
         temperature: τ > 0.
+
+    Returns:
+        (N,) float32.
     """
     log_probs = torch.log_softmax(similarities.float() / temperature, dim=-1)
-    return -(votes * log_probs).sum(-1).mean()
+    return -(votes * log_probs).sum(-1)
 
 
 def agreement(similarities: Tensor, votes: Tensor) -> Tensor:

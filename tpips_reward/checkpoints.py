@@ -41,6 +41,7 @@ _RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
 CONFIG_NAME = "tpips_config.json"
 FORMAT_VERSION = 1
 _TOWERS = ("language_model.", "visual.")
+BUILTIN = "builtin:"
 _BUILTIN = Path(__file__).parent / "builtin"
 
 
@@ -191,17 +192,20 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 def _load_own(folder: Path, dtype: torch.dtype, merge_lora: bool) -> tuple[FusionModule, dict[str, Any]]:
     """A fusion and what its tpips_config.json says beside it."""
     info = read_json(folder / CONFIG_NAME)
-    version, kind = info.pop("format", None), info.pop("fusion", None)
+    version, kind, base = (info.pop(name, None) for name in ("format", "fusion", "base"))
     if version != FORMAT_VERSION:
         raise TPIPSError(
             f"{folder / CONFIG_NAME} is of format {version!r}, this version reads {FORMAT_VERSION}; update the package."
         )
     if kind not in FUSIONS:
         raise TPIPSError(f"{folder / CONFIG_NAME} names the fusion {kind!r}; known are {', '.join(FUSIONS)}.")
-    backbone = empty_backbone(folder, folder)
+    home = folder if base is None else _base_folder(base)
+    backbone = empty_backbone(home, home)
     where = str(folder / "model.safetensors")
     towers: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
+    if base is not None:
+        towers.update((name, value.to(dtype)) for name, value in stored_weights(home) if name.startswith(_TOWERS))
     for name, value in stored_weights(folder):
         if name.startswith(_TOWERS):
             towers[name] = value
@@ -221,6 +225,20 @@ def _load_own(folder: Path, dtype: torch.dtype, merge_lora: bool) -> tuple[Fusio
     return fusion, info
 
 
+def _base_folder(base: object) -> Path:
+    """The folder of the built-in metric whose weights and files a checkpoint shares.
+
+    Raises:
+        TPIPSError: the base is no built-in one, or shares another's files itself.
+    """
+    if not isinstance(base, str) or not base.startswith(BUILTIN):
+        raise TPIPSError(f"The base of a checkpoint must be a built-in metric such as 'builtin:late', not {base!r}.")
+    folder = resolve(base, {})
+    if "base" in read_json(folder / CONFIG_NAME):
+        raise TPIPSError(f"{base} has a base itself, so it cannot be one; use what it is based on.")
+    return folder
+
+
 def _build(kind: str, backbone: Backbone, options: Any, folder: Path) -> FusionModule:
     try:
         with torch.device("meta"):  # no random numbers are drawn for parameters that are assigned next
@@ -232,7 +250,11 @@ def _build(kind: str, backbone: Backbone, options: Any, folder: Path) -> FusionM
 
 
 def save_metric(
-    metric: Metric, folder: str | os.PathLike[str], dtype: torch.dtype | None = None, merge_lora: bool = True
+    metric: Metric,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    merge_lora: bool = True,
+    base: str | None = None,
 ) -> None:
     """Write a metric as a folder; every file appears whole or not at all, `tpips_config.json` last.
 
@@ -241,18 +263,24 @@ def save_metric(
         folder: made if missing; files of the same names are replaced.
         dtype: of the stored towers; None keeps it. A fusion's own parameters and adapters are stored as they are.
         merge_lora: store adapters that are still apart folded in; False: in a folder `adapter`, as PEFT does.
+        base: a built-in metric; then only what differs from it is stored.
 
     Raises:
-        TPIPSError: the folder cannot be written, or no adapters are apart that could stay so.
+        TPIPSError: the folder cannot be written, no adapters are apart that could stay so, or the base is of another
+            architecture.
     """
     target = Path(folder)
+    shared = None if base is None else dict(stored_weights(_base_folder(base)))
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
             staging = Path(name)
-            _write_weights(metric.fusion, staging, dtype, merge_lora)
-            _write_backbone_files(metric.backbone, staging)
+            _write_weights(metric.fusion, staging, dtype, merge_lora, shared)
             details = {"format": FORMAT_VERSION, "fusion": metric.fusion.kind, **metric.info}
+            if base is None:
+                _write_backbone_files(metric.backbone, staging)
+            else:
+                details["base"] = base
             if metric.fusion.options:
                 details["options"] = metric.fusion.options
             if metric.is_calibrated:
@@ -273,11 +301,17 @@ def save_metric(
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
 
 
-def _write_weights(fusion: FusionModule, folder: Path, dtype: torch.dtype | None, merge_lora: bool) -> None:
+def _write_weights(
+    fusion: FusionModule, folder: Path, dtype: torch.dtype | None, merge_lora: bool, shared: dict[str, Tensor] | None
+) -> None:
     if not merge_lora:
         save_adapters(fusion.backbone.model, folder / ADAPTER_FOLDER)
     weights = (merged_state if merge_lora else base_state)(fusion.backbone.model)
     stored = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in weights.items()}
+    if shared is not None:
+        if any(name not in shared or shared[name].shape != value.shape for name, value in stored.items()):
+            raise TPIPSError("The metric's backbone has another architecture than the base, so nothing can be shared.")
+        stored = {name: value for name, value in stored.items() if not torch.equal(value, shared[name].to(value.dtype))}
     stored |= {name: value.detach().to("cpu").contiguous() for name, value in fusion.own_state().items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 

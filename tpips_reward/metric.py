@@ -275,7 +275,12 @@ class Metric:
         return self
 
     def save_pretrained(
-        self, folder: str | Path, dtype: torch.dtype | str | None = None, *, merge_lora: bool = True
+        self,
+        folder: str | Path,
+        dtype: torch.dtype | str | None = None,
+        *,
+        merge_lora: bool = True,
+        base: str | None = None,
     ) -> None:
         """Write weights, config, tokenizer and image settings to `folder`, loadable by `load_metric(folder)`.
 
@@ -284,13 +289,15 @@ class Metric:
             dtype: of the stored weights, such as "bfloat16"; None keeps them as they are.
             merge_lora: store adapters that are still apart folded into the weights; False stores them beside these, in
                 a folder `adapter` that PEFT reads too.
+            base: a built-in metric, such as "builtin:late", of which only the differences are stored.
 
         Raises:
-            TPIPSError: the folder cannot be written, or no adapters are apart that could stay so.
+            TPIPSError: the folder cannot be written, no adapters are apart that could stay so, or the base is of
+                another architecture.
         """
         from tpips_reward.checkpoints import save_metric
 
-        save_metric(self, folder, None if dtype is None else parse_dtype(dtype), merge_lora)
+        save_metric(self, folder, None if dtype is None else parse_dtype(dtype), merge_lora, base)
 
     def _pair_scores(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool) -> Tensor:
         unique, position = distinct_images(images)

@@ -12,6 +12,16 @@ from typing import Any
 
 from tpips_reward.errors import TPIPSError
 
+#: The tokens of Qwen's chat format and of its images that the built-in tokenizers have; the padding first.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 MAX_ASPECT_CHARACTERS = 4000
 _CACHED_PROMPTS = 4096
 

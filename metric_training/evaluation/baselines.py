@@ -13,6 +13,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from metric_training.evaluation.judges import Judge, PairwiseJudge, blind_judge, embedding_judge, metric_judge
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.backbone import Backbone
 
 UNTRAINED = "untrained:"
 _SSIM_WINDOW = 11
@@ -57,6 +58,15 @@ def untrained_metric(
         seed: of random weights.
     """
     metric = load_metric(source, device=device, dtype=dtype, revision=revision, merge_lora=False)
+    return untrained(metric, f"{UNTRAINED}{source}", seed)
+
+
+def untrained(metric: Metric, name: str = "untrained", seed: int = 0) -> Metric:
+    """The same architecture before training on votes (see :func:`untrained_metric`), on the metric's device.
+
+    Where the metric has adapters, it shares its backbone with the result, and they are off in both.
+    """
+    backbone = metric.backbone
     adapters = [p for name, p in metric.fusion.named_parameters() if "lora_B" in name]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -64,12 +74,11 @@ def untrained_metric(
             for parameter in adapters:
                 parameter.zero_()
         else:
-            model = metric.backbone.model
-            fresh = type(model)(metric.backbone.config)
-            model.load_state_dict(fresh.state_dict())
-        fusion = type(metric.fusion)(metric.backbone, **metric.fusion.options)
+            model = type(backbone.model)(backbone.config).to(metric.device, metric.dtype)
+            backbone = Backbone(model, backbone.tokenizer, backbone.settings, backbone.chat_template, backbone.processor)
+        fusion = type(metric.fusion)(backbone, **metric.fusion.options)
     fusion.requires_grad_(False)
-    return Metric(fusion, info={"name": f"{UNTRAINED}{source}"}).to(metric.device)
+    return Metric(fusion, info={"name": name}).to(metric.device)
 
 
 def match_sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

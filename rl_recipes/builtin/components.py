@@ -29,16 +29,8 @@ from transformers import (
 )
 
 from tpips_reward.errors import TPIPSError
+from tpips_reward.prompts import SPECIAL_TOKENS
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
 VISION_PATCH = 16
 VISION_MERGE = 2
 # Bounds of the condition image's area in pixels, for the text encoder only: one merged token at least, sixteen at most.

@@ -1,0 +1,203 @@
+"""A Bayesian search for settings, over the paper's spaces (table 8), with validation agreement as the target.
+
+    python -m metric_training.search --config metric_training/configs/late.yaml --trials 30 \\
+        --launcher "accelerate launch --num_processes 8" --processes 8
+
+Each trial is a training of its own in a folder below `--output_dir`. The same command goes on after a stop: finished
+trials are kept, one that was cut off is resumed. Needs `pip install 'tpips-reward[search]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from metric_training.training.config import TrainConfig, check_config, parse_config
+from metric_training.training.runs import best_agreement, finish
+from tpips_reward import TPIPSError
+from tpips_reward.errors import INTERRUPTED, exit_on_errors
+from tpips_reward.files import write_text
+from tpips_reward.stopping import Interrupted
+
+BATCH = "effective_batch_size"
+_RATES = {"low": 1e-5, "high": 5e-4, "log": True}
+_COMMON: dict[str, Any] = {"lora_r": [8, 16, 32, 64], "learning_rate": _RATES, BATCH: [32, 64, 128, 256]}
+#: What is searched, by fusion: a list to choose from, or a range. The batch counts (triplet, aspect) examples.
+SPACES: dict[str, dict[str, Any]] = {
+    "late": {**_COMMON, "temperature": [0.05, 0.1, 0.2]},
+    "early": {**_COMMON, "temperature": [0.05, 0.1, 0.2]},
+    "triplet": dict(_COMMON),
+    "mid": {
+        **_COMMON,
+        "temperature": {"low": 1e-3, "high": 1.0, "log": True},
+        "num_probes": [3, 5, 8, 10, 14, 20],
+    },
+}
+
+
+def read_space(path: Path | None, config: TrainConfig) -> dict[str, Any]:
+    """The space of a YAML file, or the paper's for the fusion.
+
+    Raises:
+        TPIPSError: a file that is no space, or names what is no setting.
+    """
+    if path is None:
+        space = dict(SPACES[config.fusion])
+        if not config.use_peft:
+            del space["lora_r"]
+        return space
+    try:
+        space = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise TPIPSError(f"The space {path} cannot be read: {error}") from error
+    known = {item.name for item in fields(TrainConfig)} | {BATCH}
+    if not isinstance(space, dict) or not space:
+        raise TPIPSError(f"{path} must map settings to a list, or to low, high and log.")
+    for name, values in space.items():
+        if name not in known:
+            raise TPIPSError(f"{path} searches {name!r}, which is no setting of a training.")
+        is_range = isinstance(values, dict) and {"low", "high"} <= values.keys() <= {"low", "high", "log"}
+        if not is_range and not (isinstance(values, list) and values):
+            raise TPIPSError(f"{path}: {name} must be a list, or low and high (and log: true), not {values!r}.")
+    return space
+
+
+def suggest(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's values."""
+    return {
+        name: trial.suggest_categorical(name, values)
+        if isinstance(values, list)
+        else trial.suggest_float(name, values["low"], values["high"], log=bool(values.get("log", False)))
+        for name, values in space.items()
+    }
+
+
+def with_values(config: TrainConfig, values: Mapping[str, Any], processes: int) -> TrainConfig:
+    """The settings with a trial's values; α stays twice the rank, and the batch becomes passes.
+
+    Raises:
+        TPIPSError: a batch that the processes and the aspects of a pass do not divide.
+    """
+    changes = dict(values)
+    if "lora_r" in changes:
+        changes["lora_alpha"] = 2 * changes["lora_r"]
+    if BATCH in changes:
+        per_pass = processes * config.per_device_train_batch_size * config.max_aspects
+        passes, rest = divmod(changes.pop(BATCH), per_pass)
+        if rest or not passes:
+            raise TPIPSError(
+                f"A pass has {processes} processes x {config.per_device_train_batch_size} comparisons x "
+                f"{config.max_aspects} aspects = {per_pass} examples, which does not divide the batch of {values[BATCH]}; "
+                "lower max_aspects or per_device_train_batch_size."
+            )
+        changes["gradient_accumulation_steps"] = passes
+    found = replace(config, **changes)
+    check_config(found)
+    return found
+
+
+def search(
+    config: TrainConfig,
+    space: Mapping[str, Any],
+    trials: int,
+    folder: Path,
+    *,
+    launcher: str | None = None,
+    processes: int = 1,
+) -> TrainConfig:
+    """Runs trials until there are ``trials`` finished ones; writes trials.csv and best.yaml.
+
+    Args:
+        config: the settings that are not searched; its output_dir is not used.
+        space: see :data:`SPACES`.
+        trials: finished ones in the end, those of earlier calls included.
+        folder: of the search.
+        launcher: see `training.runs.finish`; processes: how many it starts.
+
+    Returns:
+        The settings of the best trial.
+
+    Raises:
+        TPIPSError: optuna is missing, or a value of the space cannot be used.
+        Interrupted: a trial was asked to stop.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise TPIPSError("The search needs optuna; install it with pip install 'tpips-reward[search]'.") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    done = optuna.trial.TrialState.COMPLETE
+    study = optuna.create_study(
+        study_name="search",
+        storage=f"sqlite:///{(folder / 'study.db').resolve()}",
+        direction="maximize",
+        load_if_exists=True,
+    )
+    earlier = study.get_trials(deepcopy=False)
+    # a new stream each time: the same one would propose the first trials again
+    study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(earlier))
+    for trial in earlier:
+        if trial.state == optuna.trial.TrialState.RUNNING:  # cut off: the same again, in the same folder
+            study.enqueue_trial(trial.params, user_attrs={"folder": trial.user_attrs.get("folder", f"trial_{trial.number}")})
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    while len(study.get_trials(deepcopy=False, states=(done,))) < trials:
+        trial = study.ask()
+        values = suggest(trial, space)
+        name = trial.user_attrs.get("folder", f"trial_{trial.number}")
+        trial.set_user_attr("folder", name)
+        run = finish(replace(with_values(config, values, processes), output_dir=str(folder / name)), launcher)
+        study.tell(trial, best_agreement(run))
+        _write_trials(study.get_trials(deepcopy=False, states=(done,)), folder, list(space))
+    best = with_values(config, study.best_params, processes)
+    write_text(folder / "best.yaml", yaml.safe_dump({k: v for k, v in asdict(best).items() if v is not None}, sort_keys=False))
+    return best
+
+
+def _write_trials(trials: Sequence[Any], folder: Path, names: list[str]) -> None:
+    table = io.StringIO()
+    writer = csv.writer(table)
+    writer.writerow(["folder", "validation_agreement", *names])
+    for trial in sorted(trials, key=lambda trial: -trial.value):
+        writer.writerow([trial.user_attrs["folder"], trial.value, *(trial.params[name] for name in names)])
+    write_text(folder / "trials.csv", table.getvalue())
+
+
+@exit_on_errors()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; flags that it does not know are settings of the training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=30, help="finished trainings in the end")
+    parser.add_argument("--space", type=Path, help="YAML: setting: [choices], or {low, high, log}; default: the paper's")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/search"), help="study.db, trials.csv, best.yaml")
+    parser.add_argument("--launcher", help="command before the script, such as 'accelerate launch --num_processes 8'")
+    parser.add_argument("--processes", type=int, default=1, help="how many processes the launcher starts")
+    options, rest = parser.parse_known_args(arguments)
+    for name in ("trials", "processes"):
+        if getattr(options, name) < 1:
+            raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    config = parse_config(rest)
+    try:
+        search(
+            config,
+            read_space(options.space, config),
+            options.trials,
+            options.output_dir,
+            launcher=options.launcher,
+            processes=options.processes,
+        )
+    except Interrupted:
+        print("Stopped. The same command goes on with this trial.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    print((options.output_dir / "trials.csv").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

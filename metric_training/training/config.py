@@ -1,0 +1,168 @@
+"""The settings of a training; names are those of transformers and TRL where they have one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from trl import TrlParser
+
+from tpips_reward import TPIPSError
+from tpips_reward.fusion import FUSIONS
+
+SCHEDULES = ("cosine", "linear", "constant")
+TRACKERS = ("none", "tensorboard", "wandb", "trackio")
+OBJECTIVES = ("votes", "scenes")
+SCRATCH = "scratch"
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class TrainConfig:
+    """Everything that a run depends on."""
+
+    # model
+    model_name_or_path: str = _setting(
+        SCRATCH,
+        "What training starts from: a metric (builtin:late, released:early, a folder, a Hub id), a plain Qwen3-VL "
+        "backbone (a folder or Hub id), or 'scratch': the built-in size with random weights.",
+    )
+    fusion: str = _setting("late", f"{', '.join(FUSIONS)}.")
+    num_probes: int = _setting(20, "Mid fusion: probe layers, evenly spaced.")
+    use_peft: bool = _setting(True, "LoRA on the language tower; else its decoder layers themselves are trained.")
+    lora_r: int = _setting(16, "Rank.")
+    lora_alpha: int = _setting(32, "Scale of the adapters, divided by the rank.")
+    lora_dropout: float = _setting(0.05, "Dropout before the adapters.")
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Linear layers by name; those of the paper's fusion unless given."}
+    )
+    freeze_vision: bool = _setting(True, "Leave the vision tower as it is.")
+    freeze_embeddings: bool = _setting(True, "Leave the token embeddings as they are.")
+    # data
+    dataset_name: str = _setting("sywang/tpips-odd-one-out", "What evaluate's --data takes: see docs/data.md.")
+    dataset_train_split: str = _setting("train", "Of a set with several splits.")
+    image_root: str | None = _setting(None, "Where relative image paths start.")
+    eval_dataset_name: str | None = _setting(None, "For validation; the same set unless given.")
+    dataset_eval_split: str = _setting("validation", "Of the set for validation.")
+    eval_samples: int = _setting(500, "Comparisons in a validation at most.")
+    train_samples: int = _setting(20000, "Comparisons that a procedural set has.")
+    train_share: float = _setting(1.0, "Share of the training comparisons that is used (paper, table 7).")
+    max_aspects: int = _setting(8, "A comparison with more aspects is several items; a procedural one leaves some out.")
+    aspect_weights: dict[str, float] | None = field(
+        default=None, metadata={"help": "Weights of single aspects in the loss, 1 for the others (in a config file)."}
+    )
+    dataloader_num_workers: int = _setting(0, "Processes that read and decode ahead.")
+    # optimisation
+    objective: str = _setting("votes", "'votes', or 'scenes': the vision tower alone learns procedural scenes' parameters.")
+    num_train_epochs: float = _setting(1.0, "Passes over the data.")
+    max_steps: int = _setting(-1, "Steps instead of epochs, where above 0.")
+    per_device_train_batch_size: int = _setting(1, "Comparisons, with all their aspects, a process and pass.")
+    gradient_accumulation_steps: int = _setting(1, "Passes a step.")
+    learning_rate: float = _setting(5e-5, "Peak.")
+    head_learning_rate_factor: float = _setting(1.0, "For a fusion's own parameters, times learning_rate.")
+    lr_scheduler_type: str = _setting("cosine", f"After the warm-up: {', '.join(SCHEDULES)}.")
+    warmup_ratio: float = _setting(0.03, "Share of the steps.")
+    weight_decay: float = _setting(0.01, "AdamW's.")
+    adam_beta2: float = _setting(0.999, "AdamW's.")
+    max_grad_norm: float = _setting(1.0, "Gradient clipping.")
+    temperature: float | None = _setting(None, "τ of the softmax over similarities; the fusion's own of the paper.")
+    attribute_weight: float = _setting(0.0, "Late fusion on procedural scenes: weight of their parameters, fading to 0.")
+    permute_images: bool = _setting(False, "Show the three images in a random order (triplet judge; paper, C.3).")
+    bf16: bool = _setting(False, "Frozen weights in bfloat16; trained ones stay float32.")
+    gradient_checkpointing: bool = _setting(False, "Recompute activations in the backward pass.")
+    token_budget: int = _setting(32768, "Tokens of the language tower in one pass.")
+    seed: int = _setting(0, "Of weights and data.")
+    # run
+    output_dir: str = _setting("runs/metric", "Checkpoints, logs, and the trained metric in best/ and last/.")
+    name: str | None = _setting(None, "The trained metric's name in its card.")
+    logging_steps: int = _setting(10, "Steps between lines of log.jsonl.")
+    save_steps: int = _setting(100, "Steps between checkpoints.")
+    eval_steps: int = _setting(250, "Steps between validations.")
+    report_to: str = _setting("none", f"Tracker: {', '.join(TRACKERS)}.")
+    resume: bool = _setting(False, "Go on from the checkpoint in output_dir.")
+    overwrite: bool = _setting(False, "Start anew in a used output_dir.")
+
+
+#: Settings that may differ between a run and its continuation.
+RESUMABLE = frozenset(
+    {
+        "output_dir", "name", "resume", "overwrite", "save_steps", "eval_steps", "logging_steps", "report_to", "eval_samples",
+        "dataloader_num_workers",
+    }
+)  # fmt: skip
+
+
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The settings from flags and ``--config file.yaml``, checked.
+
+    Raises:
+        TPIPSError: for a config file that cannot be read, an unknown setting or flag, or a value that cannot be used.
+    """
+    parser = TrlParser((TrainConfig,), allow_abbrev=False)
+    try:
+        config, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise TPIPSError(f"The settings cannot be used: {error} --help lists them.") from error
+    if rest:
+        raise TPIPSError(f"Unknown flag or setting {rest[0]}; --help lists them all.")
+    check_config(config)
+    return config
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuses values with which a run could not work; whole numbers become floats where floats are meant.
+
+    Raises:
+        TPIPSError: naming the setting, its value and what it must be.
+    """
+    hints = get_type_hints(TrainConfig)
+    for item in fields(config):
+        _check_type(config, item.name, hints[item.name])
+    at_least = {
+        "seed": 0, "num_probes": 1, "lora_r": 1, "lora_alpha": 1, "train_samples": 1, "eval_samples": 1, "max_aspects": 1,
+        "dataloader_num_workers": 0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "weight_decay": 0,
+        "attribute_weight": 0, "warmup_ratio": 0, "logging_steps": 1, "save_steps": 1, "eval_steps": 1, "token_budget": 1,
+    }  # fmt: skip
+    for name, low in at_least.items():
+        if not low <= getattr(config, name) < math.inf:
+            raise TPIPSError(f"{name} must be at least {low}, not {getattr(config, name)!r}.")
+    above_zero = ["learning_rate", "head_learning_rate_factor", "max_grad_norm", "num_train_epochs", "train_share"]
+    for name in above_zero + (["temperature"] if config.temperature is not None else []):
+        if not 0 < getattr(config, name) < math.inf:
+            raise TPIPSError(f"{name} must be a number above 0, not {getattr(config, name)!r}.")
+    for name in ("warmup_ratio", "train_share", "lora_dropout", "adam_beta2"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise TPIPSError(f"{name} must be from 0 to 1, not {getattr(config, name)!r}.")
+    for name, known in (
+        ("fusion", tuple(FUSIONS)),
+        ("objective", OBJECTIVES),
+        ("lr_scheduler_type", SCHEDULES),
+        ("report_to", TRACKERS),
+    ):
+        if getattr(config, name) not in known:
+            raise TPIPSError(f"{name} must be one of {', '.join(known)}, not {getattr(config, name)!r}.")
+    trains_whole = not (config.use_peft and config.freeze_vision and config.freeze_embeddings and config.objective == "votes")
+    if config.bf16 and trains_whole:
+        raise TPIPSError(
+            "bf16 holds frozen weights in bfloat16 and trains float32 adapters beside them; it needs use_peft, freeze_vision, "
+            "freeze_embeddings and objective votes."
+        )
+    if config.resume and config.overwrite:
+        raise TPIPSError("--overwrite and --resume contradict each other; give one of them.")
+
+
+def _check_type(config: TrainConfig, name: str, hint: Any) -> None:
+    value, kinds = getattr(config, name), get_args(hint) or (hint,)
+    if type(None) in kinds and value is None:
+        return
+    plain = [getattr(kind, "__origin__", kind) for kind in kinds if kind is not type(None)]
+    if float in plain and type(value) is int:
+        setattr(config, name, float(value))
+    elif type(value) not in (plain if hint not in (list[str], dict[str, float]) else [hint.__origin__]):
+        raise TPIPSError(f"{name} must be of type {plain[0].__name__}, not {value!r}.")

@@ -1,0 +1,108 @@
+"""What a run leaves: its best and its last weights as folders for `load_metric`, with a card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from metric_training.training.config import TrainConfig
+from metric_training.training.model import build_fusion
+from metric_training.training.state import BEST, LOG, STATE, load_checkpoint
+from tpips_reward import Metric, TPIPSError
+from tpips_reward.files import write_text
+
+_PREFIX = "fusion."
+_CARD = """---
+library_name: tpips-reward
+pipeline_tag: image-feature-extraction
+---
+
+# {name}
+
+A {fusion} fusion TPIPS metric, `load_metric("{folder}")`. {scores}
+
+- Started from `{start}`; trained on `{data}`{share}.
+- {steps} steps, {minutes:.0f} minutes; {examples} comparisons a step, all aspects of each at once.
+- The licence is that of what training started from and of the data; state it before you pass the weights on.
+
+| validation after step | agreement | standard error | consensus |
+|---|---|---|---|
+{rows}
+
+The command: `accelerate launch metric_training/train.py --config config.yaml` with
+
+```yaml
+{settings}```
+"""
+
+
+def trained_metric(path: Path) -> tuple[Metric, dict[str, Any]]:
+    """The metric of a checkpoint file on the CPU, and the checkpoint.
+
+    Raises:
+        TPIPSError: no checkpoint, or one that does not fit what its training started from.
+    """
+    saved = load_checkpoint(path, {"trained", "step", "seconds", "config"})
+    config = TrainConfig(**saved["config"])
+    fusion = build_fusion(config)
+    weights = {k.removeprefix(_PREFIX): v for k, v in saved["trained"].items() if k.startswith(_PREFIX)}
+    unknown = fusion.load_state_dict(weights, strict=False).unexpected_keys
+    missing = {name for name, value in fusion.named_parameters() if value.requires_grad} - weights.keys()
+    if unknown or missing:
+        raise TPIPSError(f"{path} does not fit {config.model_name_or_path} ({min([*unknown, *missing])}).")
+    fusion.requires_grad_(False)
+    return Metric(fusion, info={"name": config.name or f"{config.fusion} fusion"}), saved
+
+
+def write_metrics(folder: Path) -> None:
+    """Writes best/ (where there was a validation) and last/ from a run's checkpoints."""
+    for name, file in (("best", BEST), ("last", STATE)):
+        if (folder / file).exists():
+            metric, saved = trained_metric(folder / file)
+            dtype = torch.bfloat16 if saved["config"]["bf16"] else None
+            metric.save_pretrained(folder / name, dtype=dtype)
+            write_text(folder / name / "README.md", card(metric, saved, validations(folder), folder / name))
+
+
+def validations(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log that have a validation."""
+    path = folder / LOG
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if "validation_agreement" in record]
+
+
+def describe_scores(metric: Metric) -> str:
+    """What a metric's numbers are, in a sentence."""
+    if metric.fusion.range is None:
+        return "It judges which of three images is the odd one, and has no similarity of two."
+    return "Similarity is a cosine, -1 to 1." if metric.fusion.range[0] == -1 else "Similarity is minus a distance, at most 0."
+
+
+def card(metric: Metric, saved: dict[str, Any], records: list[dict[str, Any]], folder: Path) -> str:
+    """The model card of a trained metric."""
+    config = TrainConfig(**saved["config"])
+    rows = [
+        f"| {r['step']} | {r['validation_agreement']:.4f} | {r['validation_standard_error']:.4f} | "
+        f"{r['validation_consensus']:.4f} |"
+        for r in records
+        if r["step"] <= saved["step"]
+    ]
+    kept = {k: v for k, v in saved["config"].items() if k not in ("resume", "overwrite")}
+    return _CARD.format(
+        name=metric.info["name"],
+        fusion=config.fusion,
+        folder=folder,
+        scores=describe_scores(metric),
+        start=config.model_name_or_path,
+        data=config.dataset_name if config.objective == "votes" else "the parameters of procedural scenes",
+        share="" if config.train_share == 1 else f", {config.train_share:.0%} of it",
+        steps=saved["step"],
+        minutes=saved["seconds"] / 60,
+        examples=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+        rows="\n".join(rows) or "| – | – | – | – |",
+        settings=yaml.safe_dump(kept, sort_keys=False),
+    )

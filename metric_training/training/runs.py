@@ -1,0 +1,60 @@
+"""Whole trainings as steps of something larger: a search, a figure. Each is made once, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import yaml
+
+from metric_training import train
+from metric_training.training.config import TrainConfig
+from metric_training.training.state import STATE, load_checkpoint
+from tpips_reward import TPIPSError
+from tpips_reward.checkpoints import CONFIG_NAME
+from tpips_reward.files import write_text
+from tpips_reward.stopping import Interrupted
+
+
+def finish(config: TrainConfig, launcher: str | None = None) -> Path:
+    """Trains with these settings, unless that is done already; a run that was stopped goes on.
+
+    Args:
+        config: its output folder is the run's.
+        launcher: a command that is put before the script, such as "accelerate launch --num_processes 8"; None: in this
+            process.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        TPIPSError: the settings cannot be used, or the command failed.
+        Interrupted: the run was asked to stop.
+    """
+    folder = Path(config.output_dir)
+    if (folder / "last" / CONFIG_NAME).is_file():
+        return folder
+    config = replace(config, resume=(folder / STATE).is_file(), overwrite=False)
+    config.overwrite = not config.resume
+    if launcher is None:
+        train.main(config)
+    else:
+        _launch(config, folder, launcher)
+    return folder
+
+
+def best_agreement(folder: Path) -> float:
+    """Agreement of a finished run's best validation."""
+    return float(load_checkpoint(folder / STATE, {"best"})["best"])
+
+
+def _launch(config: TrainConfig, folder: Path, launcher: str) -> None:
+    settings = folder.with_name(f"{folder.name}.yaml")
+    write_text(settings, yaml.safe_dump({k: v for k, v in asdict(config).items() if v is not None}))
+    done = subprocess.run([*shlex.split(launcher), train.__file__, "--config", str(settings)], check=False)
+    if done.returncode == 130:
+        raise Interrupted
+    if done.returncode:
+        raise TPIPSError(f"The training in {folder} failed (exit code {done.returncode}); its message is above.")

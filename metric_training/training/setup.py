@@ -1,0 +1,81 @@
+"""The objects around a training loop: accelerator, optimizer, loader, and what processes agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.utils.data import DataLoader
+
+from metric_training.training.config import TrainConfig
+from metric_training.training.log import check_tracker
+from metric_training.training.schedule import Order
+from tpips_reward.stopping import StopSignal
+
+
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    """One process or several, as `accelerate launch` started them; the tracker is opened.
+
+    Raises:
+        TPIPSError: the tracker's package is missing.
+    """
+    check_tracker(config.report_to)
+    tracked = config.report_to != "none"
+    accelerator = Accelerator(
+        # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
+        cpu=not torch.accelerator.is_available(),
+        log_with=config.report_to if tracked else None,
+        project_dir=config.output_dir if tracked else None,
+        # Parts of a vision tower may have no part in a loss: what it feeds into later layers has none in its own stage.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=config.objective == "scenes" or not config.freeze_vision)
+        ],
+    )
+    if tracked:
+        shown = {k: v for k, v in vars(config).items() if isinstance(v, int | float | str | bool)}
+        accelerator.init_trackers("metric_training", config=shown)
+    return accelerator
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over what is trained: the towers at ``learning_rate``, all else at ``head_learning_rate_factor`` times that."""
+    towers: list[nn.Parameter] = []
+    own: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (towers if ".backbone." in f".{name}" else own).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": towers, "lr": config.learning_rate},
+        {"params": own, "lr": config.learning_rate * config.head_learning_rate_factor},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], weight_decay=config.weight_decay, betas=(0.9, config.adam_beta2)
+    )
+
+
+def build_loader(
+    config: TrainConfig, examples: Any, order: Order, start: int, stop: int, process: int
+) -> Iterable[list[Any]]:
+    """This process's batches of the steps from ``start`` to before ``stop``, one a pass."""
+    return DataLoader(
+        examples,
+        batch_sampler=list(order.batches(start, stop, process)),
+        collate_fn=list,
+        num_workers=config.dataloader_num_workers,
+    )
+
+
+def stop_everywhere(accelerator: Accelerator, stop: StopSignal) -> bool:
+    """Whether any process was asked to stop; all get the same answer at the same step."""
+    return stop.requested if accelerator.num_processes == 1 else total(accelerator, float(stop.requested)) > 0
+
+
+def total(accelerator: Accelerator, value: float) -> float:
+    """The sum over all processes."""
+    if accelerator.num_processes == 1:
+        return value
+    return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), reduction="sum"))

@@ -1,0 +1,106 @@
+"""The search and the scaling figure on two tiny trainings each: resumed where they stopped, written as tables."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from metric_training import scaling, search, train
+from metric_training.builtin_model import build_late_fusion
+from metric_training.data.procedural import procedural_data
+from metric_training.training.config import TrainConfig
+from metric_training.training.runs import finish
+from tpips_reward import Metric, TPIPSError
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("start")
+    Metric(build_late_fusion(0, hidden=96, layers=1, vision_hidden=32)).save_pretrained(folder)
+    return TrainConfig(
+        model_name_or_path=str(folder), dataset_name="procedural", train_samples=4, max_aspects=3, eval_samples=2,
+        num_probes=1, max_steps=1,
+    )  # fmt: skip
+
+
+SPACE: dict[str, Any] = {"lora_r": [2, 4], "learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_search_goes_on_where_it_was_cut_off(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = train.main, []
+
+    def dies_in_the_second_trial(settings: TrainConfig) -> None:
+        seen.append(settings)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        real(settings)
+
+    monkeypatch.setattr(train, "main", dies_in_the_second_trial)
+    with pytest.raises(KeyboardInterrupt):
+        search.search(config, SPACE, 2, tmp_path)
+    assert len(table(tmp_path / "trials.csv")) == 1
+    best = search.search(config, SPACE, 2, tmp_path)
+    # the trial that was cut off came again, with the same values in the same folder
+    assert len(seen) == 3 and seen[1].output_dir == seen[2].output_dir
+    assert (seen[1].lora_r, seen[1].learning_rate) == (seen[2].lora_r, seen[2].learning_rate)
+    assert seen[0].learning_rate != seen[2].learning_rate
+    rows = table(tmp_path / "trials.csv")
+    agreements = [float(row["validation_agreement"]) for row in rows]
+    assert len(rows) == 2 and agreements == sorted(agreements, reverse=True)
+    assert best.learning_rate == float(rows[0]["learning_rate"]) and best.lora_alpha == 2 * best.lora_r
+    assert yaml.safe_load((tmp_path / "best.yaml").read_text())["learning_rate"] == best.learning_rate
+    search.search(config, SPACE, 2, tmp_path)  # nothing is left to do
+    assert len(seen) == 3
+
+
+def test_the_papers_spaces_and_a_batch_in_examples(config: TrainConfig) -> None:
+    for kind, space in search.SPACES.items():
+        assert space["lora_r"] == [8, 16, 32, 64] and space["learning_rate"]["high"] == 5e-4
+        assert ("temperature" in space) == (kind != "triplet") and ("num_probes" in space) == (kind == "mid")
+    found = search.with_values(config, {search.BATCH: 24, "lora_r": 8}, processes=2)
+    assert found.gradient_accumulation_steps == 4 and found.lora_alpha == 16
+    with pytest.raises(TPIPSError, match="does not divide the batch of 32"):
+        search.with_values(config, {search.BATCH: 32}, processes=2)
+
+
+@pytest.mark.parametrize("text", ["- a", "no_setting: [1]", "lora_r: 3", "lora_r: {low: 1}", "lora_r: []", "a: [", ""])
+def test_a_space_that_is_none_is_one_sentence(config: TrainConfig, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(text)
+    with pytest.raises(TPIPSError, match="space"):
+        search.read_space(path, config)
+
+
+def test_scaling_measures_every_share_once(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = train.main, []
+
+    def counted(settings: TrainConfig) -> None:
+        seen.append(settings.train_share)
+        real(settings)
+
+    monkeypatch.setattr(train, "main", counted)
+    test = procedural_data("procedural", 3)
+    rows = scaling.measure_scaling(config, [0.5, 1.0], test, tmp_path)
+    text = scaling.write_scaling(rows, tmp_path)
+    assert scaling.measure_scaling(config, [0.5, 1.0], test, tmp_path) == rows
+    assert seen == [0.5, 1.0]
+    assert f"| 50% | {rows[0]['agreement']:.3f} |" in text and (tmp_path / "scaling.png").stat().st_size > 1000
+    assert [float(row["share"]) for row in table(tmp_path / "scaling.csv")] == [0.5, 1.0]
+
+
+def test_a_launcher_that_fails_is_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(TPIPSError, match="failed"):
+        finish(replace(config, output_dir=str(tmp_path / "run")), "false")
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["train_samples"] == 4
