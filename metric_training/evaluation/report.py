@@ -50,8 +50,12 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     left_out = [f"{count} {what}" for what, count in data["dropped"].items()]
     left_out += [f"{len(data['problems'])} problems in rows"] if data["problems"] else []
     left_out += [f"{len(data['undecodable'])} images that do not decode"] if data["undecodable"] else []
+    left_out += [f"{count} examples that {name} did not answer" for name, count in data["unanswered"].items()]
     if left_out:
         lines += ["", f"Left out: {', '.join(left_out)}."]
+    for name, row in metrics.items():
+        if row.get("facts"):
+            lines += ["", f"{_cell(name)}: {', '.join(f'{what} {value}' for what, value in row['facts'].items())}."]
     return "\n".join(lines)
 
 
