@@ -24,6 +24,7 @@ from metric_training.benchmarks.registry import BENCHMARKS
 from metric_training.benchmarks.report import as_markdown, write_report
 from metric_training.evaluation.baselines import load_judge
 from metric_training.evaluation.judges import Judge
+from metric_training.evaluation.report import check_outputs
 from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL
 from tpips_reward import TPIPSError
 from tpips_reward.errors import exit_on_errors
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("images_per_call", *(["limit"] if options.limit is not None else [])):
         if getattr(options, name) < 1:
             raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    check_outputs(options.output_dir)
     settings = Settings(
         split=options.split,
         image_root=options.image_root,

@@ -29,7 +29,7 @@ from metric_training.data.triplets import Triplet
 from metric_training.data.votes import PAIRS
 from metric_training.evaluation.baselines import BASELINES, UNTRAINED, VLM_SCORE, VLM_TRIPLET, is_baseline, load_judge
 from metric_training.evaluation.report import as_markdown as report_markdown
-from metric_training.evaluation.report import write_file, write_report
+from metric_training.evaluation.report import check_outputs, write_file, write_report
 from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
@@ -218,6 +218,7 @@ def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
+    check_outputs(options.output_dir, options.output)
     metrics: list[str] = options.metric or ["builtin:late"]
     simple = options.data is None and options.output_dir is None and len(metrics) == 1
     simple = simple and not is_baseline(metrics[0])

@@ -40,7 +40,7 @@ def load_judge(
     if source.startswith((VLM_SCORE, VLM_TRIPLET)):
         return vlm_judge(source, device=device, dtype=dtype, revision=revision)
     if source in BASELINES:
-        return BASELINES[source](device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return BASELINES[source](_usable(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if source.startswith(UNTRAINED):
         inner = source.removeprefix(UNTRAINED)
         return metric_judge(source, untrained_metric(inner, device=device, dtype=dtype, revision=revision))
@@ -52,6 +52,15 @@ def load_judge(
         raise TPIPSError(
             f"{error} Baselines are {', '.join(BASELINES)}, {UNTRAINED}SOURCE, {VLM_SCORE}MODEL and {VLM_TRIPLET}MODEL."
         ) from error
+
+
+def _usable(device: str) -> str:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise TPIPSError(f"The device {device!r} cannot be used ({reason}); use 'cpu'.") from error
+    return device
 
 
 def is_baseline(source: str) -> bool:
@@ -73,6 +82,8 @@ def vlm_judge(
         TPIPSError: the model cannot be loaded, or the address is none.
     """
     kind, _, where = source.partition(":")
+    if not where.strip():
+        raise TPIPSError(f"{source!r} names no model; write {source}MODEL, a Hub id, a folder or http://HOST:PORT/v1#MODEL.")
     respondent: Respondent
     if where.startswith(("http://", "https://")):
         url, _, model = where.partition("#")

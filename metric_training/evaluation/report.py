@@ -145,6 +145,20 @@ def write_report(folder: str | Path, results: Mapping[str, Any]) -> list[Path]:
     return [target / name for name in files]
 
 
+def check_outputs(folder: Path | None, file: Path | None = None) -> None:
+    """Refuses output paths that cannot be written, before hours have gone into what belongs there.
+
+    Raises:
+        DataError: the folder is a file, or the file a folder.
+    """
+    for path in (folder, file.parent if file else None):
+        taken = next((p for p in (path, *path.parents) if p.exists()), None) if path else None
+        if taken is not None and not taken.is_dir():
+            raise DataError(f"{path} cannot be a folder, since {taken} is a file; give another path for the output.")
+    if file is not None and file.is_dir():
+        raise DataError(f"{file} is a folder; name a file for the output.")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Writes a file atomically.
 

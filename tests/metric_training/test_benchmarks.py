@@ -293,8 +293,9 @@ def pairs(tmp_path: Path) -> Path:
         color[number % 3] += 10 + number
         save(tmp_path / "images" / f"{number}_2.png", (color[0], color[1], color[2]))
         second = f"https://huggingface.co/datasets/KRAFTON/VLM-SubtleBench/resolve/main/images/{number}_2.png"
-        rows.append({"image_1": f"images/{number}.png", "image_2": second, "question": "In which image ...?", "answer": "first image",
-                     "distractors": ["second image"], "category": category, "domain": ("natural", "medical")[number % 2]})  # fmt: skip
+        asked = {"question": "In which image ...?", "answer": "first image", "distractors": ["second image"]}
+        kinds = {"category": category, "domain": ("natural", "medical")[number % 2]}
+        rows.append({"image_1": f"images/{number}.png", "image_2": second, **asked, **kinds})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -385,6 +386,7 @@ def test_the_command_writes_a_report(attributes: Path, tmp_path: Path, capsys: p
         (["edir", "--data", "nowhere"], "nowhere is not EDIR's"),
         (["subtle", "--data", "nowhere"], "test.jsonl does not exist"),
         (["qare", "--data", ".", "--limit", "0"], "--limit must be at least 1"),
+        (["qare", "--data", ".", "--output_dir", __file__], "is a file; give another path"),
         (["QARE", "--metric", "psnr"], "Baselines are pixel_l2"),
     ],
 )

@@ -301,6 +301,12 @@ def test_the_command_reads_files_and_lists_bad_rows(tmp_path: Path, capsys: pyte
         (["--columns", "photo"], "role=column"),
         (["--images_per_call", "0"], "at least 1"),
         (["--image_root", str(tmp_path / "none")], "no folder"),
+        (["--output_dir", str(tmp_path / "set.jsonl")], "is a file; give another path"),
+        (["--output", str(tmp_path)], "is a folder; name a file"),
+        (["--device", "gpu7"], "The device 'gpu7' cannot be used"),
+        (["--data", ""], "No data is named"),
+        (["--data", "procedural", "--seed", "-1"], "must be at least 0, not -1"),
+        (["--metric", "vlm-score:"], "names no model"),
     ):
         with pytest.raises(SystemExit) as stop:
             command.main([*arguments, *more])
