@@ -26,9 +26,17 @@ from metric_training.data.procedural import KINDS, TEST_SEED, held_out_triplets
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.data.triplets import Triplet
 from metric_training.data.votes import PAIRS
-from metric_training.evaluation.baselines import BASELINES, UNTRAINED, load_judge, untrained
+from metric_training.evaluation.baselines import (
+    BASELINES,
+    UNTRAINED,
+    VLM_SCORE,
+    VLM_TRIPLET,
+    is_baseline,
+    load_judge,
+    untrained,
+)
 from metric_training.evaluation.report import as_markdown as report_markdown
-from metric_training.evaluation.report import write_file, write_report
+from metric_training.evaluation.report import check_outputs, write_file, write_report
 from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
@@ -142,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metric",
         action="append",
-        help=f"anything that load_metric takes, {UNTRAINED}SOURCE, {', '.join(BASELINES)}; several by repeating it "
+        help=f"anything that load_metric takes, {UNTRAINED}SOURCE, {', '.join(BASELINES)}, {VLM_SCORE}MODEL, "
+        f"{VLM_TRIPLET}MODEL (a Hub id, a folder, or http://HOST:PORT/v1#MODEL); several by repeating it "
         "(default: builtin:late)",
     )
     parser.add_argument("--triplets", type=int, default=1000, help="comparisons in a procedural test set")
@@ -186,7 +195,7 @@ def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[
         if getattr(options, name) < 1:
             raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
     data = load_data(
-        options.data or "procedural",
+        "procedural" if options.data is None else options.data,
         DataOptions(
             count=options.triplets,
             seed=options.seed,
@@ -216,9 +225,10 @@ def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
+    check_outputs(options.output_dir, options.output)
     metrics: list[str] = options.metric or ["builtin:late"]
     simple = options.data is None and options.output_dir is None and len(metrics) == 1
-    simple = simple and metrics[0] not in BASELINES and not metrics[0].startswith(UNTRAINED)
+    simple = simple and not is_baseline(metrics[0])
     if simple:
         if options.triplets < 1:
             raise TPIPSError(f"--triplets must be at least 1, not {options.triplets}.")

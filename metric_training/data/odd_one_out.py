@@ -28,7 +28,9 @@ from metric_training.data.comparison import (
     vote_shares,
 )
 from metric_training.data.rows import Rows, read_rows
+from tpips_reward import TPIPSError
 from tpips_reward.files import write_text
+from tpips_reward.prompts import normalize_aspect
 
 HUB_ID = "sywang/tpips-odd-one-out"
 IMAGE_COLUMNS = ("p0_path", "p1_path", "p2_path")
@@ -156,6 +158,10 @@ def factor_name(factor: Any, position: int) -> str:
     name = factor.get("name")
     if not isinstance(name, str) or not name.strip():
         raise DataError(f"factor {position} must have a name such as 'lighting', not {name!r}.")
+    try:
+        normalize_aspect(name)  # what no metric could be asked is a bad factor, and must not end an evaluation later
+    except TPIPSError as error:
+        raise DataError(f"factor {position}: {error}") from error
     return name.strip()
 
 

@@ -69,12 +69,14 @@ def procedural_data(
             the folder.
 
     Raises:
-        TPIPSError: an unknown kind or split, no comparison wanted, photographs that are not there.
+        TPIPSError: an unknown kind or split, no comparison wanted, a negative seed, photographs that are not there.
     """
     if kind not in _STREAMS:
         raise DataError(f"There is no procedural set {kind!r}; there are {', '.join(KINDS)}.")
     if count < 1:
         raise TPIPSError(f"A test set needs at least one comparison, not {count}.")
+    if seed < 0:
+        raise TPIPSError(f"The seed of a test set must be at least 0, not {seed}.")
     photographs: Sequence[Photograph] = ()
     if kind.startswith("photographs"):
         photographs = shipped_photographs() if folder is None else load_photographs(folder)

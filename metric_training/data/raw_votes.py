@@ -77,6 +77,7 @@ class VoteReport:
         cant_tell: "can't tell" votes that were dropped from aspects that stay.
         removed: (triplet, aspect, reason) of what was removed, with ``removed_votes`` votes in all.
         lost_triplets: triplets of which no aspect is left.
+        unseen: triplets whose image files are not there, so that equal files could not make them sentinels.
         problems: bad rows.
     """
 
@@ -88,6 +89,7 @@ class VoteReport:
     removed: list[tuple[str, str, str]] = field(default_factory=list)
     removed_votes: int = 0
     lost_triplets: list[str] = field(default_factory=list)
+    unseen: int = 0
     problems: Problems = field(default_factory=lambda: Problems("votes"))
 
     def describe(self, limit: int = 20) -> str:
@@ -101,6 +103,8 @@ class VoteReport:
             f"on {len(self.removed)} aspects that were removed: {self.removed_votes}",
             f"triplets without any aspect left: {len(self.lost_triplets)}",
         ]
+        if self.unseen:
+            lines.append(f"triplets whose images are not there, so that equal files could not be found: {self.unseen}")
         named = [f"session {name} left out ({count} votes)" for name, count in self.failed_sessions.items()]
         gone = [f"{triplet}, {aspect!r} removed: {reason}" for triplet, aspect, reason in self.removed]
         for group in (named, gone, [self.problems.describe(limit)] if self.problems.found else []):
@@ -152,6 +156,7 @@ def distributions(
         by_triplet.setdefault(vote.triplet, []).append(vote)
         report.votes += 1
     sentinels = _sentinels(by_triplet, task, image_root)
+    report.unseen = sum(_is_unseen(name_votes, image_root) for name_votes in by_triplet.values())
     failed = {vote.session for name, answer in sentinels.items() for vote in by_triplet[name] if vote.choice != answer}
     report.sentinel_votes = sum(len(by_triplet[name]) for name in sentinels)
     found = []
@@ -241,6 +246,14 @@ def _odd_of_equal(images: tuple[str, ...], task: Task, root: Path | None) -> int
             if there and first.same_as(second):
                 return right
     return None
+
+
+def _is_unseen(votes: list[Vote], root: Path | None) -> bool:
+    images = next((vote.images for vote in votes if vote.images), ())
+    if root is None or not images:
+        return False
+    sources = [image_source(name, root) for name in images]
+    return not all(isinstance(source.content, Path) and source.content.is_file() for source in sources)
 
 
 def read_votes(
@@ -336,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--image_root", type=Path, help="where image paths start (default: the table's folder)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad row")
     options = parser.parse_args(arguments)
+    if options.image_root is not None and not options.image_root.is_dir():
+        raise DataError(f"The image root {options.image_root} is no folder.")
     votes, problems, folder = read_votes(options.votes, task=options.task, strict=options.strict)
     triplets, report = distributions(
         votes,
@@ -344,6 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         image_root=options.image_root or folder,
         problems=problems,
     )
+    if not triplets:
+        reason = report.describe(3) if votes or problems.found else "it has no votes"
+        raise DataError(f"{options.votes} leaves no triplet: {reason}")
     write_rows(options.output, as_rows(triplets, options.task))
     print(report.describe())
     print(f"{len(triplets)} triplets written to {options.output}")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,8 @@ def read_rows(
     Raises:
         DataError: nothing is there, nothing in it is a data file, or it lacks the split.
     """
+    if not str(source).strip():
+        raise DataError(f"No data is named; give {_ACCEPTED}.")
     path = Path(source).expanduser()
     root = None if image_root is None else Path(image_root).expanduser()
     if root is not None and not root.is_dir():
@@ -90,7 +92,7 @@ def split_of(path: Path, root: Path) -> str | None:
 
 def _open_folder(folder: Path, name: str, split: str | None, root: Path, strict: bool) -> Rows:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        stored = _datasets(name).load_from_disk(str(folder))
+        stored = _through_datasets(name, lambda datasets: datasets.load_from_disk(str(folder)))
         return _from_arrow(_pick_split(stored, name, split), name, root, strict)
     groups = _row_files(folder)
     named = sorted(key for key in groups if key)
@@ -131,7 +133,7 @@ def _open_hub(repo: str, split: str | None, root: Path | None, strict: bool, rev
     if _row_files(folder) or (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _open_folder(folder, repo, split, root or folder, strict)
     # in another format than those read here: `datasets` may know it
-    stored = _datasets(repo).load_dataset(repo, revision=revision)
+    stored = _through_datasets(repo, lambda datasets: datasets.load_dataset(repo, revision=revision))
     return _from_arrow(_pick_split(stored, repo, split), repo, root or folder, strict)
 
 
@@ -139,7 +141,8 @@ def _open(paths: list[Path], name: str, root: Path, strict: bool) -> Rows:
     suffix = paths[0].suffix.casefold()
     if suffix == ".parquet":
         files = [str(path) for path in paths]
-        return _from_arrow(_datasets(name).load_dataset("parquet", data_files=files, split="train"), name, root, strict)
+        table = _through_datasets(name, lambda datasets: datasets.load_dataset("parquet", data_files=files, split="train"))
+        return _from_arrow(table, name, root, strict)
     readers = {".jsonl": json_lines, ".ndjson": json_lines, ".json": _json_list, ".csv": csv_rows, ".tsv": csv_rows}
     if suffix not in readers:
         raise DataError(f"{paths[0]} is no data file; give {_ACCEPTED}.")
@@ -224,6 +227,20 @@ def _datasets(what: str) -> Any:
             "JSONL file."
         ) from error
     return datasets
+
+
+def _through_datasets(name: str, load: Callable[[Any], Any]) -> Any:
+    """What the package `datasets` makes of a source.
+
+    Raises:
+        DataError: it is not installed, or the source is damaged or of a kind that it does not know.
+    """
+    package = _datasets(name)
+    try:
+        return load(package)
+    except Exception as error:  # pyarrow's, fsspec's and its own kinds
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{name} cannot be read by the package datasets ({reason}); is it whole?") from error
 
 
 def _pick_split(stored: Any, name: str, split: str | None) -> Any:

@@ -11,11 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from metric_training.evaluation.endpoint_vlm import EndpointVLM
 from metric_training.evaluation.judges import Judge, PairwiseJudge, blind_judge, embedding_judge, metric_judge
+from metric_training.evaluation.local_vlm import load_local_vlm
+from metric_training.evaluation.vlm import ChoiceJudge, Respondent, score_judge
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.backbone import Backbone
 
 UNTRAINED = "untrained:"
+#: Vision-language models: a Hub id or folder follows, or an endpoint and its model, "http://HOST:PORT/v1#MODEL".
+VLM_SCORE, VLM_TRIPLET = "vlm-score:", "vlm-triplet:"
+_PREFIXES = (UNTRAINED, VLM_SCORE, VLM_TRIPLET)
 _SSIM_WINDOW = 11
 
 
@@ -25,14 +31,17 @@ def load_judge(
     """A judge by name.
 
     Args:
-        source: "pixel_l2", "ssim", "lpips", "dreamsim", "untrained:SOURCE", or anything that load_metric takes.
+        source: "pixel_l2", "ssim", "lpips", "dreamsim", "untrained:SOURCE", "vlm-score:MODEL", "vlm-triplet:MODEL", or
+            anything that load_metric takes.
         device, dtype, revision: of a metric; LPIPS and DreamSim run on the device too.
 
     Raises:
-        TPIPSError: an unknown source, or a package that is not installed.
+        TPIPSError: an unknown source, or a package or weights that are not there.
     """
+    if source.startswith((VLM_SCORE, VLM_TRIPLET)):
+        return vlm_judge(source, device=device, dtype=dtype, revision=revision)
     if source in BASELINES:
-        return BASELINES[source](device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return BASELINES[source](_usable(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if source.startswith(UNTRAINED):
         inner = source.removeprefix(UNTRAINED)
         return metric_judge(source, untrained_metric(inner, device=device, dtype=dtype, revision=revision))
@@ -41,7 +50,48 @@ def load_judge(
     except TPIPSError as error:
         if Path(source).exists() or ":" in source or "/" in source:
             raise
-        raise TPIPSError(f"{error} Baselines are {', '.join(BASELINES)} and {UNTRAINED}SOURCE.") from error
+        raise TPIPSError(
+            f"{error} Baselines are {', '.join(BASELINES)}, {UNTRAINED}SOURCE, {VLM_SCORE}MODEL and {VLM_TRIPLET}MODEL."
+        ) from error
+
+
+def _usable(device: str) -> str:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise TPIPSError(f"The device {device!r} cannot be used ({reason}); use 'cpu'.") from error
+    return device
+
+
+def is_baseline(source: str) -> bool:
+    """Whether `load_judge` makes something else of a source than `load_metric`."""
+    return source in BASELINES or source.startswith(_PREFIXES)
+
+
+def vlm_judge(
+    source: str, *, device: str | None = None, dtype: str | None = None, revision: str | None = None
+) -> Judge:
+    """A vision-language model as a judge, on this machine or behind an endpoint.
+
+    Args:
+        source: "vlm-score:" (pairwise, 0 to 10) or "vlm-triplet:" (all three images), then a Hub id, a folder, or
+            "http://HOST:PORT/v1#MODEL"; the environment's OPENAI_API_KEY is the endpoint's key.
+        device, dtype, revision: of a model on this machine.
+
+    Raises:
+        TPIPSError: the model cannot be loaded, or the address is none.
+    """
+    kind, _, where = source.partition(":")
+    if not where.strip():
+        raise TPIPSError(f"{source!r} names no model; write {source}MODEL, a Hub id, a folder or http://HOST:PORT/v1#MODEL.")
+    respondent: Respondent
+    if where.startswith(("http://", "https://")):
+        url, _, model = where.partition("#")
+        respondent = EndpointVLM(url, model)
+    else:
+        respondent = load_local_vlm(where, device=device, dtype=dtype, revision=revision)
+    return score_judge(source, respondent) if f"{kind}:" == VLM_SCORE else ChoiceJudge(source, respondent)
 
 
 def untrained_metric(
@@ -142,7 +192,11 @@ def _lpips(device: str) -> PairwiseJudge:
         import lpips
     except ImportError as error:
         raise TPIPSError(_needs("lpips", "lpips")) from error
-    model: Any = lpips.LPIPS(net="alex", verbose=False).to(device).eval()
+    try:
+        model: Any = lpips.LPIPS(net="alex", verbose=False)
+    except Exception as error:  # the download fails in many ways: no network, no rights, a broken file
+        raise TPIPSError(_no_weights("LPIPS", error, "torchvision's AlexNet", str(_torch_cache()))) from error
+    model.to(device).eval()
 
     def similarity(a: Tensor, b: Tensor) -> float:
         a, b = match_sizes(a, b)
@@ -159,13 +213,28 @@ def _dreamsim(device: str) -> PairwiseJudge:
         raise TPIPSError(_needs("dreamsim", "dreamsim")) from error
     # its own default would be ./models, in whatever folder the command is run
     cache = Path.home() / ".cache" / "dreamsim"
-    cache.mkdir(parents=True, exist_ok=True)
-    model, preprocess = dreamsim(pretrained=True, device=device, cache_dir=str(cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        model, preprocess = dreamsim(pretrained=True, device=device, cache_dir=str(cache))
+    except Exception as error:  # as with LPIPS
+        raise TPIPSError(_no_weights("DreamSim", error, "its ensemble", str(cache))) from error
 
     def embed(image: Tensor) -> Tensor:
         return model.embed(preprocess(to_pil_image(image.float())).to(device))
 
     return embedding_judge("dreamsim", embed)
+
+
+def _torch_cache() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints"
+
+
+def _no_weights(metric: str, error: Exception, what: str, folder: str) -> str:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return (
+        f"The weights of {metric} could not be had ({type(error).__name__}: {reason}). They ({what}) are downloaded on first "
+        f"use: run it once with a connection, or copy the files to {folder}."
+    )
 
 
 def _needs(metric: str, package: str) -> str:

@@ -50,8 +50,12 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     left_out = [f"{count} {what}" for what, count in data["dropped"].items()]
     left_out += [f"{len(data['problems'])} problems in rows"] if data["problems"] else []
     left_out += [f"{len(data['undecodable'])} images that do not decode"] if data["undecodable"] else []
+    left_out += [f"{count} examples that {name} did not answer" for name, count in data["unanswered"].items()]
     if left_out:
         lines += ["", f"Left out: {', '.join(left_out)}."]
+    for name, row in metrics.items():
+        if row.get("facts"):
+            lines += ["", f"{_cell(name)}: {', '.join(f'{what} {value}' for what, value in row['facts'].items())}."]
     return "\n".join(lines)
 
 
@@ -139,6 +143,20 @@ def write_report(folder: str | Path, results: Mapping[str, Any]) -> list[Path]:
     for name, content in files.items():
         write_file(target / name, content)
     return [target / name for name in files]
+
+
+def check_outputs(folder: Path | None, file: Path | None = None) -> None:
+    """Refuses output paths that cannot be written, before hours have gone into what belongs there.
+
+    Raises:
+        DataError: the folder is a file, or the file a folder.
+    """
+    for path in (folder, file.parent if file else None):
+        taken = next((p for p in (path, *path.parents) if p.exists()), None) if path else None
+        if taken is not None and not taken.is_dir():
+            raise DataError(f"{path} cannot be a folder, since {taken} is a file; give another path for the output.")
+    if file is not None and file.is_dir():
+        raise DataError(f"{file} is a folder; name a file for the output.")
 
 
 def write_file(path: Path, content: bytes) -> None:

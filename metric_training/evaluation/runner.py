@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from metric_training.data.comparison import Comparison, Data, DataError, ImageSource
-from metric_training.evaluation.judges import Judge
+from metric_training.evaluation.judges import Judge, ReportingJudge
 from metric_training.evaluation.statistics import Examples, describe_examples, figures
 from tpips_reward import TPIPSError
 
@@ -114,7 +115,7 @@ def score(
     """Scores of each comparison, (A, n); None where one of its images does not decode.
 
     Raises:
-        TPIPSError: the judge's own, and scores of a wrong shape.
+        TPIPSError: the judge's own, scores of a wrong shape, and NaN from a judge that may not abstain.
     """
     results: list[Tensor | None] = [None] * len(comparisons)
     for batch in tqdm(batches(comparisons, images_per_call), desc=judge.name, disable=not progress, leave=False):
@@ -130,8 +131,30 @@ def score(
                     f"{judge.name} gave scores of shape {tuple(table.shape)} for {comparisons[index].key}, whose votes "
                     f"have {comparisons[index].votes.shape}."
                 )
+            if not bool(table.isfinite().all()) and not getattr(judge, "may_abstain", False):
+                raise TPIPSError(
+                    f"{judge.name} gave a similarity that is not finite on {comparisons[index].key}; nothing was scored."
+                )
             results[index] = table
     return results
+
+
+def answered_only(comparison: Comparison, answered: np.ndarray) -> Comparison:
+    """The comparison with those of its aspects that every judge answered.
+
+    Args:
+        comparison: with A aspects.
+        answered: (A,) bool, at least one True.
+    """
+    if answered.all():
+        return comparison
+    rows = np.flatnonzero(answered)
+    return replace(
+        comparison,
+        aspects=tuple(comparison.aspects[row] for row in rows),
+        names=tuple(comparison.names[row] for row in rows),
+        votes=comparison.votes[rows],
+    )
 
 
 def examples_of(comparisons: Sequence[Comparison]) -> Examples:
@@ -169,32 +192,42 @@ def evaluate(
         progress: show a bar a judge.
 
     Returns:
-        {"data": see `statistics.describe_examples`, with "name", "task", "dropped", "problems", "undecodable";
-        "metrics": {judge: see `statistics.figures`}}.
+        {"data": see `statistics.describe_examples`, with "name", "task", "dropped", "problems", "undecodable" and
+        "unanswered" (examples without an answer, by judge; left out for all judges); "metrics": {judge: see
+        `statistics.figures`, with the judge's own "facts" where it has some}}.
 
     Raises:
         TPIPSError: a judge's error, two judges of one name, nothing left to score, an undecodable image where strict.
     """
     cache = cache or ImageCache()
-    kept = list(range(len(data.comparisons)))
     tables: dict[str, list[Tensor | None]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for make in judges:
         judge = make()
         if judge.name in tables:
             raise TPIPSError(f"{judge.name} is there twice; give each metric once.")
         tables[judge.name] = score(judge, data.comparisons, cache, images_per_call, progress)
+        facts[judge.name] = judge.facts() if isinstance(judge, ReportingJudge) else {}
         del judge
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if cache.broken and strict:
             raise DataError(f"{data.name}: {next(iter(cache.broken.values()))}")
-    if tables:
-        # every judge sees the same files, so that all leave out the same comparisons
-        kept = [index for index in kept if all(rows[index] is not None for rows in tables.values())]
-    if not kept:
+    # every judge sees the same files, so that all leave out the same comparisons
+    decoded = [k for k in range(len(data.comparisons)) if all(rows[k] is not None for rows in tables.values())]
+    if not decoded:
         reason = next(iter(cache.broken.values()), "none is there")
         raise DataError(f"{data.name}: no comparison has images that all decode ({reason})")
-    examples = examples_of([data.comparisons[index] for index in kept])
+    # and an aspect that one of them did not answer counts for none, so that all are measured on the same examples
+    answers = {name: [_answered(rows[k]) for k in decoded] for name, rows in tables.items()}
+    by_all = [np.logical_and.reduce(parts) for parts in zip(*answers.values(), strict=True)] if tables else []
+    unanswered = {name: sum(int((~part).sum()) for part in parts) for name, parts in answers.items()}
+    usable = [(k, by_all[i] if tables else np.ones(len(data.comparisons[k].aspects), bool)) for i, k in enumerate(decoded)]
+    usable = [(k, rows) for k, rows in usable if rows.any()]
+    if not usable:
+        silent = ", ".join(f"{name} left {count} examples unanswered" for name, count in unanswered.items() if count)
+        raise DataError(f"{data.name}: no example has an answer of every metric; {silent}.")
+    examples = examples_of([answered_only(data.comparisons[k], rows) for k, rows in usable])
     return {
         "data": {
             "name": data.name,
@@ -203,12 +236,21 @@ def evaluate(
             "dropped": {what: count for what, count in data.dropped.items() if count},
             "problems": [[line, message] for line, message in data.problems.found],
             "undecodable": sorted(cache.broken),
+            "unanswered": {name: count for name, count in unanswered.items() if count},
         },
         "metrics": {
-            name: figures(_stacked(rows, kept), examples, draws=draws, seed=seed) for name, rows in tables.items()
+            name: figures(_stacked(rows, usable), examples, draws=draws, seed=seed)
+            | ({"facts": facts[name]} if facts[name] else {})
+            for name, rows in tables.items()
         },
     }
 
 
-def _stacked(rows: list[Tensor | None], kept: list[int]) -> np.ndarray:
-    return torch.cat([table for table in (rows[index] for index in kept) if table is not None]).numpy()
+def _answered(table: Tensor | None) -> np.ndarray:
+    """(A, n) scores → (A,) bool."""
+    return np.zeros(0, bool) if table is None else table.isfinite().all(dim=1).numpy()
+
+
+def _stacked(rows: list[Tensor | None], usable: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    found = [(rows[index], answered) for index, answered in usable]
+    return torch.cat([table[torch.from_numpy(answered)] for table, answered in found if table is not None]).numpy()

@@ -72,6 +72,8 @@ BAD = {
     "a negative prob": (row(factors=[factor(probs=[-0.5, 0.5, 1.0])]), "at least 0"),
     "an aspect twice": (row(factors=[factor(), factor(name="Pose ")]), "is there twice"),
     "no name": (row(factors=[factor(name=" ")]), "must have a name"),
+    "no Unicode": (row(factors=[factor(name="\ud800")]), "lone surrogate"),
+    "a novel for a name": (row(factors=[factor(name="x" * 5000)]), "at most 4000 characters"),
     "not JSON": ("{", "not JSON"),
     "a list": ("[1]", "must be an object"),
     "an address": (row(p0_path="https://x.org/a.png"), "download it first"),
@@ -184,6 +186,16 @@ def test_local_copies_through_datasets(form: str, pictures: Path, tmp_path: Path
     assert [line for line, _ in data.problems.found] == [3] and "row 3" in data.problems.describe()
     assert data.comparisons[0].images[2].key == data.comparisons[1].images[0].key  # the same picture
     assert data.comparisons[1].images[1].load()[0, 0, 0].item() == pytest.approx(120 / 255)
+
+
+@pytest.mark.parametrize("name", ["set.parquet", "saved/state.json", "saved/dataset_dict.json"])
+def test_damaged_copies_are_one_sentence(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b'{"splits": ["test"]}')
+    with pytest.raises(DataError, match="cannot be read by the package datasets .*is it whole"):
+        load_odd_one_out(path if path.suffix == ".parquet" else path.parent)
 
 
 def test_without_datasets_the_message_says_what_to_install(pictures: Path, monkeypatch: Any) -> None:

@@ -114,6 +114,35 @@ def test_strict_stops_at_the_first_bad_row(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "set.jsonl").exists()
 
 
+def test_images_that_are_not_there_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path)
+    main([str(path), "--output", str(tmp_path / "set.jsonl")])
+    assert "not there" not in capsys.readouterr().out
+    (tmp_path / "a2.png").unlink()  # t2 is no sentinel as far as its files tell
+    main([str(path), "--output", str(tmp_path / "set.jsonl")])
+    assert "images are not there, so that equal files could not be found: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ("triplet,aspect,worker,choice\n", [], "leaves no triplet: it has no votes"),
+        ("triplet,aspect,worker,choice\nt,pose,w,can't tell\n", [], "leaves no triplet: 1 votes"),
+        ("a,b\n1,2\n", [], "leaves no triplet: 0 votes, 1 bad rows"),
+        ("triplet,aspect,worker,choice\n", ["--image_root", "nowhere"], "The image root nowhere is no folder"),
+    ],
+)
+def test_a_table_that_leaves_nothing_is_one_sentence(
+    content: str, more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "votes.csv").write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "votes.csv"), "--output", str(tmp_path / "set.jsonl"), *more])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "set.jsonl").exists()
+
+
 def test_jsonl_votes_on_two_candidates(tmp_path: Path) -> None:
     for name, color in (("r", 0), ("x", 80), ("y", 160)):
         Image.new("RGB", (8, 8), (color, 0, 0)).save(tmp_path / f"{name}.png")

@@ -212,6 +212,31 @@ def test_lpips_and_dreamsim_through_their_packages(monkeypatch: Any, tmp_path: P
     assert got["cache"] == str(tmp_path / ".cache" / "dreamsim")
 
 
+def test_the_real_lpips_package_gives_a_distance(monkeypatch: Any) -> None:
+    """Its own linear weights, on a network that is random where the download would be."""
+    lpips = pytest.importorskip("lpips", reason="the extra 'metrics' is not installed")
+    real = lpips.LPIPS
+    torch.manual_seed(0)
+    monkeypatch.setattr(lpips, "LPIPS", lambda **options: real(pnet_rand=True, **options))
+    judge: Any = load_judge("lpips", device="cpu")
+    a, b = (torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(k)) for k in range(2))
+    same, other, back = judge.similarities([a, b], [(0, 0, "pose"), (0, 1, "pose"), (1, 0, "color")]).tolist()
+    assert same == pytest.approx(0, abs=1e-6) and other < -1e-4 and other == pytest.approx(back, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lpips", "dreamsim"])
+def test_weights_that_cannot_be_had_are_one_sentence(name: str, monkeypatch: Any, tmp_path: Path) -> None:
+    def offline(*arguments: Any, **options: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    module = ModuleType(name)
+    module.__dict__["LPIPS" if name == "lpips" else "dreamsim"] = offline
+    monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(TPIPSError, match="could not be had .*Name or service not known.*copy the files to"):
+        load_judge(name, device="cpu")
+
+
 @pytest.mark.parametrize("name", ["lpips", "dreamsim"])
 def test_without_the_package_the_message_says_what_to_install(name: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -276,6 +301,12 @@ def test_the_command_reads_files_and_lists_bad_rows(tmp_path: Path, capsys: pyte
         (["--columns", "photo"], "role=column"),
         (["--images_per_call", "0"], "at least 1"),
         (["--image_root", str(tmp_path / "none")], "no folder"),
+        (["--output_dir", str(tmp_path / "set.jsonl")], "is a file; give another path"),
+        (["--output", str(tmp_path)], "is a folder; name a file"),
+        (["--device", "gpu7"], "The device 'gpu7' cannot be used"),
+        (["--data", ""], "No data is named"),
+        (["--data", "procedural", "--seed", "-1"], "must be at least 0, not -1"),
+        (["--metric", "vlm-score:"], "names no model"),
     ):
         with pytest.raises(SystemExit) as stop:
             command.main([*arguments, *more])
