@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-LAYOUTS = ("manifest", "gedit", "gedit-v2", "imgedit", "editreward-editscore", "editreward-tiger")
+LAYOUTS = ("manifest", "gedit", "gedit-v2", "imgedit", "editreward-editscore", "editreward-tiger", "vcreward")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -14,8 +14,15 @@ from tpips_reward.evaluation.manifest import read_manifest
 from tpips_reward.evaluation.report import markdown
 from tpips_reward.evaluation.rows import Dataset
 from tpips_reward.evaluation.run import Settings, evaluate
-from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_votes
+from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_vcreward_bench, read_votes
 from tpips_reward.rewards.reward import PairMetric
+
+#: Layouts that bring their outputs and people's votes on them.
+_VOTED: dict[str, Callable[[Path], Dataset]] = {
+    "editreward-editscore": read_editscore_bench,
+    "editreward-tiger": read_tiger_bench,
+    "vcreward": read_vcreward_bench,
+}
 
 
 def run_evaluate(options: argparse.Namespace, load: Callable[[], PairMetric]) -> None:
@@ -69,7 +76,7 @@ def read_dataset(options: argparse.Namespace) -> Dataset:
             raise TPIPSError(f"--layout {layout} needs --{name}.")
         if given and name not in needs:
             raise TPIPSError(f"--{name} means nothing for --layout {layout}; leave it out.")
-    if layout.startswith("editreward-") and (folders or options.votes is not None):
+    if layout in _VOTED and (folders or options.votes is not None):
         raise TPIPSError(f"--layout {layout} has outputs and votes of its own; leave out --model and --votes.")
     if layout == "gedit":
         return read_gedit(options.input, options.benchmark, models=folders, language=options.language)
@@ -77,10 +84,8 @@ def read_dataset(options: argparse.Namespace) -> Dataset:
         return read_gedit_v2(options.input, options.benchmark, models=folders)
     if layout == "imgedit":
         return read_imgedit(options.input, options.benchmark, options.sources, models=folders)
-    if layout == "editreward-editscore":
-        return read_editscore_bench(options.input)
-    if layout == "editreward-tiger":
-        return read_tiger_bench(options.input)
+    if layout in _VOTED:
+        return _VOTED[layout](options.input)
     return read_manifest(options.input, folders)
 
 
