@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tpips_reward.aspects import parse_proposer
+from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.layouts import read_gedit, read_gedit_v2, read_imgedit
 from tpips_reward.evaluation.manifest import read_manifest
@@ -44,21 +46,23 @@ def run_evaluate(options: argparse.Namespace, load: Callable[[], PairMetric]) ->
         examples=options.examples,
         strict=options.strict,
     )
+    proposer = parse_proposer(options.proposer)
     dataset = read_dataset(options)
     if options.votes is not None:
         dataset = read_votes(options.votes, dataset)
     report = evaluate(
         dataset,
-        load,
+        (lambda: CalibratedMetric(load())) if options.calibrated else load,
         options.output,
-        metric_name=options.metric,
+        metric_name=f"{options.metric}, calibrated" if options.calibrated else options.metric,
         settings=settings,
         aspects_file=options.aspects,
+        proposer=proposer,
         overwrite=options.overwrite,
         resume=options.resume,
         progress=_Bar() if sys.stderr.isatty() else None,
     )
-    print(_ending(report, options.output))
+    print(ending(report, options.output))
 
 
 def read_dataset(options: argparse.Namespace) -> Dataset:
@@ -101,8 +105,13 @@ def _folders(given: list[str]) -> dict[str, Path]:
     return folders
 
 
-def _ending(report: dict[str, Any], folder: Path) -> str:
-    """What the terminal shows: the summary table, the problems' counts, and where the page is."""
+def ending(report: dict[str, Any], folder: Path) -> str:
+    """What the terminal shows: the summary table, the problems' counts, and where the page is.
+
+    Args:
+        report: of `evaluate`.
+        folder: the report's.
+    """
     summary = markdown(report).split("## Summary")[1].split("## ")[0].strip()
     lines = [summary]
     for kind, count in report["problems"]["counts"].items():
