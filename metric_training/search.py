@@ -4,7 +4,7 @@
         --launcher "accelerate launch --num_processes 8" --processes 8
 
 Each trial is a training of its own in a folder below `--output_dir`. The same command goes on after a stop: finished
-trials are kept, one that was cut off is resumed. Needs `pip install 'tpips-reward[search]'`.
+trials are kept, one that was cut off is resumed. Needs `pip install 'tpips-reward[tuning]'`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def search(
     try:
         import optuna
     except ImportError as error:
-        raise TPIPSError("The search needs optuna; install it with pip install 'tpips-reward[search]'.") from error
+        raise TPIPSError("The search needs optuna; install it with pip install 'tpips-reward[tuning]'.") from error
     folder.mkdir(parents=True, exist_ok=True)
     done = optuna.trial.TrialState.COMPLETE
     study = optuna.create_study(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
+from tpips_reward.calibration import CALIBRATION_NAME, Calibration
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import make_readable
 from tpips_reward.fusion import FUSIONS
@@ -95,7 +96,10 @@ def load_metric(
             )
         change_scale = info.pop("change_scale", None)
         fusion.requires_grad_(False)
-        metric = Metric(fusion, change_scale=change_scale, info={"source": str(source), **info})
+        known = folder / CALIBRATION_NAME
+        calibration = Calibration.load(known) if known.is_file() else None
+        facts = {"source": str(source), **info}
+        metric = Metric(fusion, change_scale=change_scale, info=facts, calibration=calibration)
     except TPIPSError:
         raise
     except Exception as error:  # configs, templates and tokenizers that are damaged fail in many ways
@@ -288,6 +292,8 @@ def save_metric(
             if not merge_lora:
                 details[ADAPTER_FOLDER] = True
             details.pop("source", None)
+            if metric.calibration is not None:
+                metric.calibration.save(staging / CALIBRATION_NAME)
             (staging / CONFIG_NAME).write_text(json.dumps(details, indent=2) + "\n", encoding="utf-8")
             for path in (path for path in staging.rglob("*") if path.is_file()):
                 make_readable(path)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpips_reward.backbone import Backbone
+from tpips_reward.calibration import Calibration
 from tpips_reward.errors import TPIPSError
 from tpips_reward.fusion.base import Triplet, check_triplets
 from tpips_reward.images import to_tensors
@@ -48,6 +49,7 @@ class Metric:
         fusion: a fusion module, such as `tpips_reward.fusion.LateFusion`.
         change_scale: the 1 - f that nine in ten true edits exceed in the aspect that they change.
         info: what is known about the weights (name, license, source ...), kept by `save_pretrained`.
+        calibration: what its similarities mean to people, where somebody fitted it (`tpips_reward.calibration`).
 
     Example:
         >>> metric = load_metric("builtin:late")                              # doctest: +SKIP
@@ -55,7 +57,15 @@ class Metric:
         tensor([[0.97, 0.12]])
     """
 
-    def __init__(self, fusion: Any, *, change_scale: float | None = None, info: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        fusion: Any,
+        *,
+        change_scale: float | None = None,
+        info: dict[str, Any] | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.calibration = calibration
         self.fusion: Any = fusion.eval()
         self.is_calibrated = change_scale is not None
         rough = round(DEFAULT_CHANGE_TEMPERATURES * fusion.temperature, 6)

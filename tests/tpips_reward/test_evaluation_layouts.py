@@ -27,6 +27,7 @@ from tpips_reward.evaluation import (
     read_imgedit,
     read_manifest,
     read_tiger_bench,
+    read_vcreward_bench,
     read_votes,
 )
 from tpips_reward.evaluation.image_files import decode, image_size
@@ -199,6 +200,45 @@ def test_rankings(text, places):
 def test_rankings_that_cannot_be_read(text):
     with pytest.raises(TPIPSError, match="the ranking is"):
         parse_ranking(text, 3)
+
+
+def vcreward_rows(image) -> list[dict[str, Any]]:
+    """Six rows, of which three are usable; `image` makes a cell of a gray level."""
+    winners = ("Image A", "image b", "Tie", "Image C", "A", "A")
+    rows = [
+        {"key": f"k{n}", "instruction": f"do {n}", "source_image": image(n), "task": "color_alter", "winner": winner,
+         "edited_images": [image(100 + n), image(200 + n)]}
+        for n, winner in enumerate(winners)
+    ]  # fmt: skip
+    rows[4]["edited_images"] = rows[4]["edited_images"][:1]
+    return [*rows[:5], {**rows[5], "key": "k9"}, {**rows[5], "key": "k9"}]
+
+
+def check_vcreward(dataset: Dataset) -> None:
+    votes = [(vote.key, vote.first, vote.label, vote.dimension) for vote in dataset.votes]
+    assert votes == [("k0", "A", 1, "preservation"), ("k1", "A", -1, "preservation"), ("k2", "A", 0, "preservation")]
+    assert [row.key for row in dataset.rows] == ["k0", "k1", "k2"] and dataset.rows[0].category == "color_alter"
+    assert [level(dataset.rows[1].outputs[name]) for name in ("A", "B")] == [101, 201]
+    assert kinds(dataset) == {"bad_row": 2, "doubled_key": 1} and dataset.total_rows == 7
+    assert dataset.anonymous and dataset.vote_rule == "vcreward"
+
+
+def test_vcreward_bench(tmp_path):
+    def file(level: int) -> str:
+        (tmp_path / "images").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 6), (level, level, level)).save(tmp_path / f"images/{level}.png")
+        return f"images/{level}.png"
+
+    write_lines(tmp_path / "metadata.jsonl", vcreward_rows(file))
+    check_vcreward(read_vcreward_bench(tmp_path))
+    check_vcreward(read_vcreward_bench(tmp_path / "metadata.jsonl"))
+    (tmp_path / "images/101.png").unlink()
+    dataset = read_vcreward_bench(tmp_path)
+    assert [row.key for row in dataset.rows] == ["k0", "k2"] and "101.png" in dataset.problems[0].detail
+
+
+def test_vcreward_bench_with_its_images_in_parquet(tmp_path):
+    check_vcreward(read_vcreward_bench(write_parquet(tmp_path / "b.parquet", vcreward_rows(png))))
 
 
 def test_votes_of_ones_own(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from evaluation_files import read_lines, save, write_edits, write_lines
 from PIL import Image
@@ -60,6 +62,50 @@ def test_csv_splits_aspects_and_lists_bad_rows(tmp_path):
     dataset = read_manifest(table)
     assert dataset.rows[0].preserve == ("background", "lighting")
     assert [row.key for row in dataset.rows] == ["1"] and kinds(dataset)["bad_row"] == 2 and dataset.total_rows == 3
+
+
+def parquet(path: Path, rows: list[dict[str, object]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+def test_parquet_gives_the_same_rows(manifest):
+    lines = read_lines(manifest)
+    nested = parquet(manifest.with_name("nested.parquet"), lines)
+    assert read_manifest(nested).rows == read_manifest(manifest).rows and read_manifest(nested).problems == ()
+    flat = [{**line, **{f"output:{name}": value for name, value in line["outputs"].items()}} for line in lines]
+    for row in flat:
+        del row["outputs"]
+    flat[1]["output:good"], flat[2]["key"] = None, None
+    dataset = read_manifest(parquet(manifest.with_name("flat.parquet"), flat))
+    assert dataset.models == ("drifting", "good", "destroying") and [row.key for row in dataset.rows][2] == "3"
+    assert kinds(dataset) == {"missing_output": 1} and "good" not in dataset.rows[1].outputs
+
+
+def test_parquet_may_hold_the_images(manifest):
+    home = manifest.parent
+
+    def image(path: str, embedded: bool = True) -> dict[str, object]:
+        return {"bytes": (home / path).read_bytes() if embedded else None, "path": path}
+
+    rows = [
+        {"key": line["key"], "source": image(line["source"]), "instruction": line["instruction"], "preserve": ["a"],
+         "output:m": image(line["outputs"]["good"], embedded=index != 3)}
+        for index, line in enumerate(read_lines(manifest))
+    ]  # fmt: skip
+    rows[2]["output:m"] = {"bytes": b"no image", "path": None}
+    dataset = check_images(read_manifest(parquet(manifest.with_name("b.parquet"), rows)))
+    assert kinds(dataset) == {"unreadable_output": 1}
+    assert dataset.rows[3].outputs["m"].label == str(home / "good/003.png")
+    for row, line in zip(dataset.rows, read_lines(manifest), strict=True):
+        assert row.source.read() == (home / line["source"]).read_bytes()
+        if row.key != "002":
+            assert row.outputs["m"].read() == (home / line["outputs"]["good"]).read_bytes()
+
+
+def test_edits_that_are_still_to_be_made_need_no_outputs(tmp_path):
+    dataset = read_manifest(folder_manifest(tmp_path), needs_outputs=False)
+    assert dataset.models == () and len(dataset.rows) == 3 and dataset.problems == ()
 
 
 @pytest.mark.parametrize(
@@ -191,6 +237,8 @@ def test_folders_need_keys_and_must_exist(tmp_path):
         ("x.csv", "", "is empty"),
         ("x.csv", "key,key\n1,2\n", "column 'key' twice"),
         ("x.jsonl", b"\xff\xfe{}", "not UTF-8"),
+        ("x.parquet", None, "does not exist"),
+        ("x.parquet", b"PAR1", "cannot be read"),
     ],
 )
 def test_files_that_are_no_manifest(tmp_path, name, content, message):

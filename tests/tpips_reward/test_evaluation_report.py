@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from evaluation_files import read_lines, save, write_edits, write_lines
 from fake_metrics import RegionMetric
 
 import tpips_reward.cli
+from tpips_reward.calibration import Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest, read_votes
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER
@@ -328,6 +330,34 @@ def test_the_command(command, manifest, tmp_path):
     assert values["more"] == values["good"] and report["problems"]["counts"] == {"shared_file": 12}
 
 
+def test_the_command_with_a_calibration(command, manifest, tmp_path, monkeypatch):
+    status, _, err = command(manifest, "--output", tmp_path / "r", "--resamples", 300, "--calibrated")
+    assert status == 2 and "has no calibration" in err and not (tmp_path / "r/report.json").exists()
+    metric = RegionMetric()
+    metric.calibration = Calibration(MonotoneMap((0.0, 1.0), (0.5, 1.0)), probe=tuple(probe_answers(metric)))
+    monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: metric)
+    reports = {}
+    for name, flags in (("raw", ()), ("calibrated", ("--calibrated",))):
+        assert command(manifest, "--output", tmp_path / name, "--resamples", 300, *flags)[0] == 0
+        reports[name] = json.loads((tmp_path / name / "report.json").read_text())
+    raw, calibrated = (reports[name]["rows"][0]["outputs"]["good"]["preserve"]["background"] for name in reports)
+    assert calibrated == pytest.approx(0.5 + raw / 2, abs=1e-6) and reports["calibrated"]["metric"]["range"] == [0, 1]
+    assert reports["calibrated"]["metric"]["name"] == "builtin:late, calibrated"
+
+
+def test_the_command_on_a_voted_benchmark(command, manifest, tmp_path):
+    rows = [
+        {"key": line["key"], "instruction": line["instruction"], "source_image": line["source"], "task": "color_alter",
+         "edited_images": [line["outputs"]["good"], line["outputs"]["drifting"]], "winner": "Image A"}
+        for line in read_lines(manifest)
+    ]  # fmt: skip
+    write_lines(manifest.parent / "metadata.jsonl", rows)
+    status, _, err = command(manifest.parent, "--layout", "vcreward", "--output", tmp_path / "r", "--resamples", 300)
+    report = json.loads((tmp_path / "r/report.json").read_text())
+    assert status == 0 and err == "" and report["votes"]["agreement"][0]["accuracy"] == 1.0
+    assert report["votes"]["rule"] == "vcreward" and report["comparisons"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -348,30 +378,71 @@ def test_bad_options_are_one_line(command, manifest, tmp_path, arguments, messag
 # --- in a browser
 
 
-def test_the_page_in_a_browser(manifest, tmp_path):
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser sees the page")
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Chromium without a display, dark, by Selenium. Another place than the usual ones: CHROMIUM and CHROMEDRIVER."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: no browser sees the page")
+    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    driver = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("no Chromium with its chromedriver here (Debian: apt install chromium chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    profile = tmp_path_factory.mktemp("profile")
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "force-dark-mode",
+                     "blink-settings=preferredColorScheme=0", f"user-data-dir={profile}", "window-size=1400,1000"):  # fmt: skip
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+def test_the_page_in_a_browser(browser, manifest, tmp_path):
     run(manifest, tmp_path / "report")
-    with sync.sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch()
-        except sync.Error as error:
-            pytest.skip(f"Chromium does not start: {str(error).splitlines()[0]}")
-        page = browser.new_page(color_scheme="dark")
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
-        page.goto((tmp_path / "report/report.html").as_uri())
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 31)"
-        page.select_option("#theme", "light")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        page.click("#row-table th:nth-child(4) button")
-        values = page.locator("#row-table tbody tr td:nth-child(4)").all_inner_texts()
-        assert [float(value) for value in values] == sorted(map(float, values), reverse=True) and len(values) == 36
-        page.fill('input[data-filter="row-table"]', "good paint")
-        assert page.locator("#row-table tbody tr:visible").count() == 6
-        example = page.locator("details.example").first
-        example.locator("summary").click()
-        assert example.locator("img").first.is_visible()
-        assert page.evaluate("document.querySelector('details[open] img').naturalWidth") > 0
-        assert errors == []
-        browser.close()
+    browser.get((tmp_path / "report/report.html").as_uri())
+
+    def paper() -> str:
+        return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    def find(selector: str):
+        return browser.find_elements("css selector", selector)
+
+    assert "20, 24, 31" in paper()
+    find('#theme option[value="light"]')[0].click()
+    assert "255, 255, 255" in paper()
+
+    heading = find("#row-table th:nth-child(4) button")[0]
+    for direction, reverse in (("descending", True), ("ascending", False)):
+        browser.execute_script("arguments[0].scrollIntoView()", heading)
+        heading.click()
+        values = [float(cell.text) for cell in find("#row-table tbody td:nth-child(4)")]
+        assert values == sorted(values, reverse=reverse) and len(values) == 36 and len(set(values)) > 10
+        assert find("#row-table th:nth-child(4)")[0].get_attribute("aria-sort") == direction
+
+    find('input[data-filter="row-table"]')[0].send_keys("good paint")
+    expected = sum("paint" in f"{line['category']} {line['instruction']}" for line in read_lines(manifest))
+    assert sum(row.is_displayed() for row in find("#row-table tbody tr")) == expected < 12
+    assert find('[data-shown="row-table"]')[0].text == f"{expected} of 36"
+
+    example = find("details.example")[0]
+    picture = example.find_element("css selector", "img")
+    assert not picture.is_displayed()
+    browser.execute_script("arguments[0].scrollIntoView()", example)
+    example.find_element("css selector", "summary").click()
+    assert picture.is_displayed()
+    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait(browser, 30)
+    wait.until(lambda _: picture.get_property("naturalWidth") > 0, "the picture does not load")
+    assert any(score.is_displayed() and score.text for score in example.find_elements("css selector", "dd"))
+
+    link = next(link for link in find("#row-table a") if link.is_displayed())
+    target = link.get_attribute("href").partition("#")[2]
+    browser.execute_script("arguments[0].scrollIntoView()", link)
+    link.click()
+    assert find(f"#{target}")[0].get_attribute("open")
+
+    assert browser.get_log("browser") == []
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [item["params"] for item in sent if item["method"] == "Network.requestWillBeSent"]
+    addresses = [item["request"]["url"] for item in asked if item["documentURL"].startswith("file:")]
+    assert addresses and all(address.startswith(("file:", "data:")) for address in addresses)

@@ -159,6 +159,13 @@ def test_editscores_ties_are_wrong():
     assert found["accuracy"] == 0.5 and found["dimension"] == "preservation"
 
 
+def test_vcrewards_human_ties_are_left_out_and_the_metrics_are_wrong():
+    scores = {"1A": 0.5, "1B": 0.5, "2A": 0.9, "2B": 0.2, "3A": 0.9, "3B": 0.2}
+    votes = [Vote("1", "A", "B", -1), Vote("2", "A", "B", 1), Vote("3", "A", "B", 0)]
+    found = judge(votes, scores, "vcreward")[0]
+    assert (found["accuracy"], found["counted"], found["human_ties"]) == (0.5, 2, 1)
+
+
 def test_the_tie_threshold_is_the_best_of_all():
     generator = rng()
     for _ in range(20):
@@ -197,7 +204,7 @@ def test_rankings_of_models():
 
 
 def test_unknown_settings():
-    with pytest.raises(TPIPSError, match="counted by plain, editscore, tiger, not 'x'"):
+    with pytest.raises(TPIPSError, match="counted by plain, editscore, vcreward, tiger, not 'x'"):
         judge([Vote("1", "a", "b", 1)], {}, "x")
     with pytest.raises(TPIPSError, match="100 or more"):
         bootstrap_weights(rng(), 5, 10)

@@ -1,7 +1,8 @@
-"""Aspects for edits that name none: a taxonomy of edits, rules from instructions, and a file for corrections."""
+"""Aspects for edits that name none: a taxonomy of edits, proposals by rules or by models, and a file for corrections."""
 
+from tpips_reward.aspects.proposers import ModelProposer, ProposalError, Proposer, Request, RuleProposer, parse_proposer
 from tpips_reward.aspects.rules import Proposal, propose
-from tpips_reward.aspects.store import Entry, read_entries, write_entries
+from tpips_reward.aspects.store import Entry, aspects_mark, read_entries, write_entries
 from tpips_reward.aspects.taxonomy import CATEGORIES, KINDS, Kind
 from tpips_reward.aspects.validation import check_proposed
 
@@ -10,8 +11,15 @@ __all__ = [
     "KINDS",
     "Entry",
     "Kind",
+    "ModelProposer",
     "Proposal",
+    "ProposalError",
+    "Proposer",
+    "Request",
+    "RuleProposer",
+    "aspects_mark",
     "check_proposed",
+    "parse_proposer",
     "propose",
     "read_entries",
     "write_entries",

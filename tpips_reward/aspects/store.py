@@ -1,14 +1,17 @@
 """The file of proposed aspects: one JSON line an edit, to be read and corrected by people.
 
-    {"key": "0001", "instruction": "make the car red", "kind": "color", "target": ["car color"], "preserve": [...]}
+    {"key": "0001", "instruction": "make the car red", "kind": "color", "target": ["car color"], "preserve": [...],
+     "proposer": "rules", "mark": "1f0c2a9b"}
 
-Corrections stay: an entry is proposed anew only where its instruction has changed.
+(on one line). Corrections stay: the mark is a digest of the aspects as they were proposed, so an entry whose aspects have
+another one was written by a person. An entry is proposed anew only where its instruction or the proposer has changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +28,26 @@ class Entry:
         instruction: what they were proposed for.
         kind: of the edit; only for the reader.
         target, preserve: aspects.
+        proposer: who proposed them; "" for a person.
+        mark: digest of the aspects as they were proposed; "" for a person's.
     """
 
     instruction: str
     kind: str
     target: tuple[str, ...]
     preserve: tuple[str, ...]
+    proposer: str = ""
+    mark: str = ""
+
+    @property
+    def edited(self) -> bool:
+        """Whether a person has written or changed the aspects."""
+        return self.mark != aspects_mark(self.target, self.preserve)
+
+
+def aspects_mark(target: Sequence[str], preserve: Sequence[str]) -> str:
+    """Eight hexadecimal digits that stand for these aspects."""
+    return hashlib.sha256(json.dumps([list(target), list(preserve)]).encode()).hexdigest()[:8]
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
@@ -74,6 +91,8 @@ def write_entries(path: Path, entries: Mapping[str, Entry]) -> None:
                 "kind": e.kind,
                 "target": list(e.target),
                 "preserve": list(e.preserve),
+                **({"proposer": e.proposer} if e.proposer else {}),
+                **({"mark": e.mark} if e.mark else {}),
             },
             ensure_ascii=False,
         )
@@ -101,5 +120,6 @@ def _parse(line: str) -> tuple[str, Entry]:
         if not isinstance(lists[name], list):
             raise TPIPSError(f'"{name}" is {lists[name]!r}; give a list of aspects.')
     kept, changed = check_proposed(lists["preserve"], lists["target"])
-    kind = content.get("kind", "")
-    return content["key"], Entry(content["instruction"], kind if isinstance(kind, str) else "", changed, kept)
+    notes = [content.get(name, "") for name in ("kind", "proposer", "mark")]
+    kind, proposer, mark = [note if isinstance(note, str) else "" for note in notes]
+    return content["key"], Entry(content["instruction"], kind, changed, kept, proposer, mark)

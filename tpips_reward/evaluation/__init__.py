@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote
     from tpips_reward.evaluation.run import Settings, evaluate
     from tpips_reward.evaluation.scoring import Scores, score_rows
-    from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_votes
+    from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_vcreward_bench, read_votes
 
 _HOMES = {
     "Dataset": "rows",
@@ -28,6 +28,7 @@ _HOMES = {
     "read_imgedit": "layouts",
     "read_manifest": "manifest",
     "read_tiger_bench": "votes",
+    "read_vcreward_bench": "votes",
     "read_votes": "votes",
     "score_rows": "scoring",
 }
@@ -46,6 +47,7 @@ __all__ = [
     "read_imgedit",
     "read_manifest",
     "read_tiger_bench",
+    "read_vcreward_bench",
     "read_votes",
     "score_rows",
 ]

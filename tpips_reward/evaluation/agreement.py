@@ -4,6 +4,7 @@
 |---|---|---|
 | plain (a user's votes) | left out, and counted | half right |
 | editscore | there are none | wrong |
+| vcreward | left out, and counted | wrong |
 | tiger | pairs of two candidates: right where the metric ties too; larger rankings have none | |
 
 In TIGER's rule the metric ties where its two scores differ by at most a threshold, which is chosen so that the
@@ -81,9 +82,10 @@ def _plain(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, l
     return _accuracy(points, [item.vote.key for item in decided], rng, resamples, level)
 
 
-def _editscore(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, level: float) -> dict[str, Any]:
-    points = [float(item.gap * item.vote.label > 0) for item in judged]
-    return _accuracy(points, [item.vote.key for item in judged], rng, resamples, level)
+def _strict(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, level: float) -> dict[str, Any]:
+    decided = [item for item in judged if item.vote.label]
+    points = [float(item.gap * item.vote.label > 0) for item in decided]
+    return _accuracy(points, [item.vote.key for item in decided], rng, resamples, level)
 
 
 def _tiger(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, level: float) -> dict[str, Any]:
@@ -164,7 +166,8 @@ def _accuracy(
 
 RULES: dict[str, Callable[[Sequence[Judged], np.random.Generator, int, float], dict[str, Any]]] = {
     "plain": _plain,
-    "editscore": _editscore,
+    "editscore": _strict,
+    "vcreward": _strict,
     "tiger": _tiger,
 }
 

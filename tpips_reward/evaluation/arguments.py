@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-LAYOUTS = ("manifest", "gedit", "gedit-v2", "imgedit", "editreward-editscore", "editreward-tiger")
+LAYOUTS = ("manifest", "gedit", "gedit-v2", "imgedit", "editreward-editscore", "editreward-tiger", "vcreward")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -26,6 +26,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--votes", type=Path, help="people's votes, JSONL: key, first, second, vote")
     command.add_argument("--aspects", type=Path, metavar="FILE",
                          help="proposed aspects, to be corrected (default: OUTPUT/aspects.jsonl)")  # fmt: skip
+    command.add_argument("--proposer", default="rules", metavar="NAME",
+                         help="who proposes aspects where rows name none: rules, vlm:SOURCE (a model of transformers) or "
+                         "endpoint:MODEL@URL (OpenAI-compatible; key in TPIPS_API_KEY) (default: rules)")  # fmt: skip
+    command.add_argument("--calibrated", action="store_true",
+                         help="score with probabilities, by the calibration beside the metric")  # fmt: skip
     command.add_argument("--sizes", default="resize", choices=("resize", "keep", "skip"),
                          help="outputs of another size than their source (default: resize)")  # fmt: skip
     command.add_argument("--batch-images", type=int, default=64, help="images in one call of the metric (default: 64)")

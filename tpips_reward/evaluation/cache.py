@@ -12,8 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tpips_reward.calibration import probe_answers
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.rows import Problem
 from tpips_reward.files import write_text
@@ -30,11 +29,7 @@ def fingerprint(metric: PairMetric, name: str = "") -> str:
     The answers count because a folder can be trained further under the same name. A metric that answers differently on
     another device or in another dtype is another one.
     """
-    ramp = torch.linspace(0, 1, 64)
-    first = torch.stack([ramp.expand(64, 64), ramp.flip(0).expand(64, 64), ramp[:, None].expand(64, 64)])
-    second = first.flip(0) * 0.5
-    pairs = [(0, 0, "overall"), (0, 0, "background color"), (0, 0, "lighting")]
-    answer = metric.similarity_pairs([first], [second], pairs).detach().float().tolist()
+    answer = probe_answers(metric)
     bounds = [str(bound) for bound in metric.range]
     content = json.dumps([FORMAT, name, type(metric).__name__, bounds, [f"{value:.5g}" for value in answer]])
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -8,14 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tpips_reward.aspects import parse_proposer
+from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.layouts import read_gedit, read_gedit_v2, read_imgedit
 from tpips_reward.evaluation.manifest import read_manifest
 from tpips_reward.evaluation.report import markdown
 from tpips_reward.evaluation.rows import Dataset
 from tpips_reward.evaluation.run import Settings, evaluate
-from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_votes
+from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_vcreward_bench, read_votes
 from tpips_reward.rewards.reward import PairMetric
+
+#: Layouts that bring their outputs and people's votes on them.
+_VOTED: dict[str, Callable[[Path], Dataset]] = {
+    "editreward-editscore": read_editscore_bench,
+    "editreward-tiger": read_tiger_bench,
+    "vcreward": read_vcreward_bench,
+}
 
 
 def run_evaluate(options: argparse.Namespace, load: Callable[[], PairMetric]) -> None:
@@ -37,21 +46,23 @@ def run_evaluate(options: argparse.Namespace, load: Callable[[], PairMetric]) ->
         examples=options.examples,
         strict=options.strict,
     )
+    proposer = parse_proposer(options.proposer)
     dataset = read_dataset(options)
     if options.votes is not None:
         dataset = read_votes(options.votes, dataset)
     report = evaluate(
         dataset,
-        load,
+        (lambda: CalibratedMetric(load())) if options.calibrated else load,
         options.output,
-        metric_name=options.metric,
+        metric_name=f"{options.metric}, calibrated" if options.calibrated else options.metric,
         settings=settings,
         aspects_file=options.aspects,
+        proposer=proposer,
         overwrite=options.overwrite,
         resume=options.resume,
         progress=_Bar() if sys.stderr.isatty() else None,
     )
-    print(_ending(report, options.output))
+    print(ending(report, options.output))
 
 
 def read_dataset(options: argparse.Namespace) -> Dataset:
@@ -69,7 +80,7 @@ def read_dataset(options: argparse.Namespace) -> Dataset:
             raise TPIPSError(f"--layout {layout} needs --{name}.")
         if given and name not in needs:
             raise TPIPSError(f"--{name} means nothing for --layout {layout}; leave it out.")
-    if layout.startswith("editreward-") and (folders or options.votes is not None):
+    if layout in _VOTED and (folders or options.votes is not None):
         raise TPIPSError(f"--layout {layout} has outputs and votes of its own; leave out --model and --votes.")
     if layout == "gedit":
         return read_gedit(options.input, options.benchmark, models=folders, language=options.language)
@@ -77,10 +88,8 @@ def read_dataset(options: argparse.Namespace) -> Dataset:
         return read_gedit_v2(options.input, options.benchmark, models=folders)
     if layout == "imgedit":
         return read_imgedit(options.input, options.benchmark, options.sources, models=folders)
-    if layout == "editreward-editscore":
-        return read_editscore_bench(options.input)
-    if layout == "editreward-tiger":
-        return read_tiger_bench(options.input)
+    if layout in _VOTED:
+        return _VOTED[layout](options.input)
     return read_manifest(options.input, folders)
 
 
@@ -96,8 +105,13 @@ def _folders(given: list[str]) -> dict[str, Path]:
     return folders
 
 
-def _ending(report: dict[str, Any], folder: Path) -> str:
-    """What the terminal shows: the summary table, the problems' counts, and where the page is."""
+def ending(report: dict[str, Any], folder: Path) -> str:
+    """What the terminal shows: the summary table, the problems' counts, and where the page is.
+
+    Args:
+        report: of `evaluate`.
+        folder: the report's.
+    """
     summary = markdown(report).split("## Summary")[1].split("## ")[0].strip()
     lines = [summary]
     for kind, count in report["problems"]["counts"].items():

@@ -1,10 +1,11 @@
-"""A manifest, JSONL or CSV: one edit a row, with the output of each model.
+"""A manifest, JSONL, CSV or Parquet: one edit a row, with the output of each model.
 
     {"key": "0001", "source": "in/1.png", "instruction": "make the car red", "category": "color",
      "preserve": ["background"], "target": ["car color"], "outputs": {"base": "base/1.png", "tuned": "tuned/1.png"}}
 
 A CSV has the columns key, source, instruction, category, preserve, target (aspects parted by ";") and one column
-"output:NAME" a model. Paths are relative to the manifest. Outputs may also come from a folder a model, by key.
+"output:NAME" a model. A Parquet or Arrow file may have those columns or "outputs", and images themselves in place of
+their paths. Paths are relative to the manifest. Outputs may also come from a folder a model, by key.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.image_files import ImageRef
+from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import (
+    Found,
     Listing,
     check_key,
     find_key,
@@ -25,19 +27,23 @@ from tpips_reward.evaluation.pairing import (
     unexpected_files,
 )
 from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_model_name, shared_files, unique_rows
-from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
+from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
 from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
 
 FIELDS = ("key", "source", "image", "instruction", "outputs", "preserve", "target", "category")
 OUTPUT_COLUMN = "output:"
+SUFFIXES = (".jsonl", ".csv", *BINARY_SUFFIXES)
 
 
-def read_manifest(path: str | Path, folders: Mapping[str, str | Path] | None = None) -> Dataset:
+def read_manifest(
+    path: str | Path, folders: Mapping[str, str | Path] | None = None, *, needs_outputs: bool = True
+) -> Dataset:
     """A manifest's rows; everything that cannot be used is listed in the result's `problems`.
 
     Args:
-        path: a file that ends in .jsonl or .csv.
+        path: a file with one of :data:`SUFFIXES`.
         folders: further models by name, each with a folder that has one image a key.
+        needs_outputs: False for edits that are still to be made: a manifest without any output is no error then.
 
     Raises:
         TPIPSError: the file or a folder cannot be read, is of another kind, or has no rows.
@@ -76,7 +82,7 @@ def read_manifest(path: str | Path, folders: Mapping[str, str | Path] | None = N
             parsed.append((place, row))
     rows, doubled = unique_rows(parsed)
     models = (*named, *places)
-    if not models:
+    if not models and needs_outputs:
         raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.")
     problems += [
         Problem(
@@ -114,8 +120,10 @@ def _entries(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:
     if suffix == ".csv":
         return [(place, _from_csv(row)) for place, row in csv_rows(path)]
     if not path.exists():
-        raise TPIPSError(f"{path} does not exist; give a manifest that ends in .jsonl or .csv.")
-    raise TPIPSError(f"{path} is no manifest; give a file that ends in .jsonl or .csv.")
+        raise TPIPSError(f"{path} does not exist; give a manifest that ends in {', '.join(SUFFIXES)}.")
+    if suffix in BINARY_SUFFIXES and path.is_file():
+        return [(place, _from_table(row)) for place, row in read_table(path)]
+    raise TPIPSError(f"{path} is no manifest; give a file that ends in {', '.join(SUFFIXES)}.")
 
 
 def _from_csv(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
@@ -134,6 +142,30 @@ def _from_csv(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
     return entry
 
 
+def _from_table(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a Parquet or Arrow file in the form of a JSON row; what is null there names nothing."""
+    nested = row.get("outputs")
+    entry: dict[str, Any] = {"outputs": dict(nested) if isinstance(nested, dict) else nested or {}}
+    for name, cell in row.items():
+        if name.startswith(OUTPUT_COLUMN) and isinstance(entry["outputs"], dict):
+            entry["outputs"][name.removeprefix(OUTPUT_COLUMN)] = cell
+        elif name != "outputs" and cell is not None:
+            entry[name] = cell
+    return entry
+
+
+def _names_an_image(value: object) -> bool:
+    """A path, or an image that stands in the table."""
+    return bool(value.strip()) if isinstance(value, str) else hasattr(value, "read")
+
+
+def _find(value: str | ImageRef, home: Path, listing: Listing) -> Found | ImageRef:
+    """The file that a row names; an image that stands in the table is there already."""
+    if isinstance(value, ImageFile):
+        return find_path(value.path, listing)
+    return find_path(home / value.strip(), listing) if isinstance(value, str) else value
+
+
 def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, Any]:
     """A row's fields, checked.
 
@@ -144,20 +176,20 @@ def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, An
         raise TPIPSError('no "key"; outputs in folders are found by it.')
     key = check_key(entry.get("key", str(number)))
     sources = [entry[name] for name in ("source", "image") if name in entry]
-    if len(sources) != 1 or not isinstance(sources[0], str) or not sources[0].strip():
+    if len(sources) != 1 or not _names_an_image(sources[0]):
         raise TPIPSError('give the source image as "source", a path.')
     outputs = entry.get("outputs") or {}
     if not isinstance(outputs, dict):
         raise TPIPSError('"outputs" is an object: {"name of a model": "path of its image"}.')
     for model, value in outputs.items():
-        if value is not None and (not isinstance(value, str) or not value.strip()):
+        if value is not None and not _names_an_image(value):
             raise TPIPSError(f"the output of {model!r} is {value!r}; give a path, or null where there is none.")
     for name in ("instruction", "category"):
         if not isinstance(entry.get(name, ""), str):
             raise TPIPSError(f'"{name}" is {entry[name]!r}; give text.')
     return {
         "key": key,
-        "source": sources[0].strip(),
+        "source": sources[0],
         "instruction": entry.get("instruction", "").strip(),
         "category": entry.get("category", "").strip() or "uncategorized",
         "outputs": {check_model_name(model): value for model, value in outputs.items()},
@@ -186,13 +218,13 @@ def _row(
         preserve, target = row_aspects(fields["preserve"], fields["target"])
     except TPIPSError as error:
         return None, [Problem("bad_aspects", f"{place}: {error}", key)]
-    source, problems = source_of(find_path(home / fields["source"], listing), key)
+    source, problems = source_of(_find(fields["source"], home, listing), key)
     outputs: dict[str, ImageRef] = {}
     for model, value in fields["outputs"].items():
         if value is None:
             problems.append(Problem("missing_output", f"{place} names no output of {model}.", key, model))
             continue
-        ref, found = output_of(find_path(home / value.strip(), listing), key, model)
+        ref, found = output_of(_find(value, home, listing), key, model)
         problems += found
         if ref is not None:
             outputs[model] = ref

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile
+from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, ImageRef
 from tpips_reward.evaluation.rows import Problem
 
 
@@ -97,8 +97,10 @@ def unexpected_files(folder: Path, keys: Iterable[str], listing: Listing, model:
     return problems
 
 
-def output_of(found: Found, key: str, model: str) -> tuple[ImageFile | None, list[Problem]]:
-    """What a search for a model's output means for a row."""
+def output_of(found: Found | ImageRef, key: str, model: str) -> tuple[ImageRef | None, list[Problem]]:
+    """What a search for a model's output means for a row; an image that needs no search is passed on."""
+    if not isinstance(found, Found):
+        return found, []
     if not found.kind:
         return ImageFile(found.path) if found.path else None, []
     kind = "missing_output" if found.kind == "missing" else found.kind
@@ -106,8 +108,10 @@ def output_of(found: Found, key: str, model: str) -> tuple[ImageFile | None, lis
     return (ImageFile(found.path) if found.path else None), [problem]
 
 
-def source_of(found: Found, key: str) -> tuple[ImageFile | None, list[Problem]]:
-    """What a search for a source means for a row."""
+def source_of(found: Found | ImageRef, key: str) -> tuple[ImageRef | None, list[Problem]]:
+    """What a search for a source means for a row; an image that needs no search is passed on."""
+    if not isinstance(found, Found):
+        return found, []
     if not found.kind:
         return ImageFile(found.path) if found.path else None, []
     kind = "missing_source" if found.kind == "missing" else found.kind

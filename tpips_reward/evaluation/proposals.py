@@ -1,71 +1,157 @@
-"""Aspects for rows that name none: from the file of corrected ones, or by rules; marked as proposed either way."""
+"""Aspects for rows that name none: from the file of corrected ones, or proposed; marked as proposed either way."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tpips_reward.aspects import Entry, propose, read_entries, write_entries
+from PIL import Image
+
+from tpips_reward.aspects import (
+    Entry,
+    Proposal,
+    ProposalError,
+    Proposer,
+    Request,
+    RuleProposer,
+    aspects_mark,
+    read_entries,
+    write_entries,
+)
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.image_files import decode
 from tpips_reward.evaluation.rows import Dataset, Problem, Row
+
+#: A model sees the source with at most so many pixels a side.
+PICTURE_SIDE = 768
+#: A model's proposals are written after so many, so that an interruption costs few.
+WRITE_EVERY = 20
 
 
 @dataclass(frozen=True)
 class Proposed:
     """A data set in which every row has aspects, and where they came from: source -> number of rows.
 
-    Sources are "named" (by the data set), "edited" (a person changed the proposal), and "instruction", "category" and
-    "nothing" (what the rules went by, see `tpips_reward.aspects.Proposal`).
+    Sources are "named" (by the data set), "edited" (a person wrote or changed the proposal), the name of a model, and
+    "instruction", "category" and "nothing" (what the rules went by, see `tpips_reward.aspects.Proposal`).
     """
 
     dataset: Dataset
     origins: dict[str, int]
 
 
-def propose_aspects(dataset: Dataset, path: Path | None = None) -> Proposed:
+@dataclass
+class _Work:
+    """What is known while the rows are gone through."""
+
+    known: dict[str, Entry]
+    make: Callable[[], Proposer]
+    problems: list[Problem] = field(default_factory=list)
+    used: dict[str, Entry] = field(default_factory=dict)
+    unwritten: int = 0
+    _proposer: Proposer | None = None
+
+    @property
+    def proposer(self) -> Proposer:
+        """Made when the first row needs it: a model takes minutes to load."""
+        if self._proposer is None:
+            self._proposer = self.make()
+        return self._proposer
+
+
+def propose_aspects(
+    dataset: Dataset, path: Path | None = None, make: Callable[[], Proposer] = RuleProposer
+) -> Proposed:
     """Fills in aspects where a row names none to keep or none to change, and writes the proposals.
 
     What a row does name always stays; a proposed aspect that it names on the other side is dropped.
 
     Args:
         dataset: any.
-        path: the file of proposals: read where it exists, so that corrections count, then written; None keeps none.
+        path: the file of proposals: read where it exists, so that corrections count and no model is asked twice, then
+            written; None keeps none.
+        make: makes the proposer, when the first row needs it (`tpips_reward.aspects.parse_proposer`).
 
     Raises:
-        TPIPSError: the file holds something wrong, or cannot be written.
+        TPIPSError: the file holds something wrong, or cannot be written; the proposer does not work. A single edit for
+            which a model finds nothing is no error: the rules propose, and it is listed.
     """
     entries = read_entries(path) if path is not None else {}
-    rows, used, problems = [], {}, []
+    work = _Work(entries, make)
+    rows = []
     origins: Counter[str] = Counter()
-    for row in dataset.rows:
-        if row.preserve and row.target:
-            rows.append(row)
-            origins["named"] += 1
-            continue
-        proposal = propose(row.instruction, row.category)
-        entry = Entry(row.instruction, proposal.kind, proposal.target, proposal.preserve)
-        origin = proposal.by
-        known = entries.get(row.key)
-        if known is not None and known.instruction == row.instruction:
-            if (known.target, known.preserve) != (entry.target, entry.preserve):
-                origin = "edited"
-            entry = known
-        elif known is not None:
-            detail = f"The aspects of {row.key!r} were for {known.instruction!r}; they are proposed anew."
-            problems.append(Problem("stale_aspects", detail, row.key, left_out=False))
-        used[row.key] = entry
-        origins[origin] += 1
-        rows.append(_filled(row, entry))
+    try:
+        for row in dataset.rows:
+            if row.preserve and row.target:
+                rows.append(row)
+                origins["named"] += 1
+                continue
+            entry, origin = _entry(row, work)
+            work.used[row.key] = entry
+            origins[origin] += 1
+            rows.append(_filled(row, entry))
+            if path is not None and work.unwritten >= WRITE_EVERY:
+                write_entries(path, {**entries, **work.used})
+                work.unwritten = 0
+    except BaseException:
+        if path is not None and work.unwritten:
+            write_entries(path, {**entries, **work.used})
+        raise
     keys = {row.key for row in dataset.rows}
+    used = work.used
     for key, entry in entries.items():
         if key not in used:
             why = "has aspects of its own" if key in keys else "is no usable row"
             detail = f"The aspects file has an entry for {key!r}, which {why}; it is kept in the file and not used."
-            problems.append(Problem("stale_aspects", detail, key if key in keys else "", left_out=False))
+            work.problems.append(Problem("stale_aspects", detail, key if key in keys else "", left_out=False))
             used[key] = entry
     if path is not None and used:
         write_entries(path, used)
-    return Proposed(dataset.with_rows(rows, problems), dict(origins))
+    return Proposed(dataset.with_rows(rows, work.problems), dict(origins))
+
+
+def _entry(row: Row, work: _Work) -> tuple[Entry, str]:
+    """A row's entry, and where it comes from."""
+    known = work.known.get(row.key)
+    if known is not None and known.instruction != row.instruction:
+        detail = f"The aspects of {row.key!r} were for {known.instruction!r}; they are proposed anew."
+        work.problems.append(Problem("stale_aspects", detail, row.key, left_out=False))
+        known = None
+    if known is not None and known.edited:
+        return known, "edited"
+    rules = RuleProposer()
+    proposer = work.proposer
+    if known is not None and known.proposer == proposer.name:
+        return known, rules(Request(row.instruction, row.category)).by if proposer.name == rules.name else known.proposer
+    name, proposal = proposer.name, _proposal(row, work)
+    if proposal is None:
+        name, proposal = rules.name, rules(Request(row.instruction, row.category))
+    elif proposer.name != rules.name:
+        work.unwritten += 1
+    mark = aspects_mark(proposal.target, proposal.preserve)
+    return Entry(row.instruction, proposal.kind, proposal.target, proposal.preserve, name, mark), proposal.by
+
+
+def _proposal(row: Row, work: _Work) -> Proposal | None:
+    """None where the proposer finds nothing for this row, which is listed."""
+    try:
+        image = _picture(row) if work.proposer.needs_image else None
+    except TPIPSError:
+        return None  # scoring lists the source as unreadable, and leaves the row out
+    try:
+        return work.proposer(Request(row.instruction, row.category, image))
+    except ProposalError as error:
+        work.problems.append(Problem("failed_proposal", f"{row.key}: {error}", row.key, left_out=False))
+        return None
+
+
+def _picture(row: Row) -> Image.Image:
+    pixels = (decode(row.source.read(), row.source.label) * 255).round().byte().permute(1, 2, 0).numpy()
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
+    return picture
 
 
 def _filled(row: Row, entry: Entry) -> Row:

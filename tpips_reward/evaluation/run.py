@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tpips_reward
+from tpips_reward.aspects import Proposer, RuleProposer
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
@@ -70,6 +71,7 @@ def evaluate(
     metric_name: str = "",
     settings: Settings | None = None,
     aspects_file: str | Path | None = None,
+    proposer: Callable[[], Proposer] = RuleProposer,
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -82,6 +84,7 @@ def evaluate(
         output: the report's folder.
         metric_name: for the report; part of what names cached scores.
         aspects_file: proposed aspects, read and written; default: `aspects.jsonl` in `output`.
+        proposer: makes what proposes aspects where rows name none; `tpips_reward.aspects.parse_proposer` gives one.
         overwrite: replace a report that is there. Its aspects file stays, since people may have corrected it.
         resume: go on with an evaluation that was interrupted: what is scored already is not scored again.
         progress: called with (rows done, rows).
@@ -96,7 +99,7 @@ def evaluate(
     folder = open_folder(Path(output), overwrite=overwrite, resume=resume)
     dataset = check_images(dataset, options.sizes)
     proposals = Path(aspects_file) if aspects_file is not None else folder / ASPECTS_NAME
-    proposed = propose_aspects(dataset, proposals)
+    proposed = propose_aspects(dataset, proposals, proposer)
     dataset = proposed.dataset
     problems = [*dataset.problems, *without_aspects(dataset)]
     _check(dataset, problems, options.strict)

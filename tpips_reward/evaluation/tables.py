@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 
-TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+BINARY_SUFFIXES = (".parquet", ".arrow")
+TABLE_SUFFIXES = (".jsonl", ".json", ".csv", *BINARY_SUFFIXES)
 
 
 def read_table(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -231,7 +232,7 @@ def _arrow_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise TPIPSError(f"{path} needs the package pyarrow: pip install pyarrow.") from None
+        raise TPIPSError(f"{path} needs the package pyarrow: pip install 'tpips-reward[parquet]'.") from None
     try:
         if path.suffix.lower() == ".arrow":
             whole = _open_arrow(path, pa)

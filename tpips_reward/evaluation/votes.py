@@ -1,6 +1,6 @@
-"""People's votes: a file of a user's own, and the two benchmarks that are both called EditReward-Bench.
+"""People's votes: a file of a user's own, VCReward-Bench, and the two benchmarks that are both called EditReward-Bench.
 
-EditScore's has pairs of outputs, the better one first, in a dimension each. TIGER's has two to four candidates and a
+VCReward-Bench (of GEditBench v2) has pairs of outputs and which of them keeps the source better. EditScore's has pairs of outputs, the better one first, in a dimension each. TIGER's has two to four candidates and a
 ranking such as "A>B", "A=B" or "C>A>B". The candidates are anonymous: "first" of one row has nothing to do with
 "first" of the next, so such a set compares metrics with people and not editors with each other.
 """
@@ -16,13 +16,14 @@ from typing import Any
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import Listing, check_key, find_path
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote, unique_rows
 from tpips_reward.evaluation.tables import parse_object, read_table, read_text
 
 DIMENSIONS = ("overall", "preservation", "change")
 #: What EditScore's benchmark calls the dimensions.
 EDITSCORE_DIMENSIONS = {"prompt_following": "change", "consistency": "preservation", "overall": "overall"}
 LETTERS = "ABCDEFGHIJ"
+_WINNERS = {"image a": 1, "a": 1, "image b": -1, "b": -1, "tie": 0}
 
 
 def read_votes(path: str | Path, dataset: Dataset) -> Dataset:
@@ -118,6 +119,42 @@ def read_tiger_bench(benchmark: str | Path) -> Dataset:
         except TPIPSError as error:
             problems.append(Problem("bad_row", f"{place}: {error}", key))
     return _bench("EditReward-Bench (TIGER)", rows, tuple(sorted(names)), votes, problems, "tiger", len(table))
+
+
+def read_vcreward_bench(benchmark: str | Path) -> Dataset:
+    """VCReward-Bench: key, instruction, source_image, edited_images (two), winner ("Image A", "Image B"), task.
+
+    Its experts were asked about visual consistency alone, so its votes are about preservation.
+
+    Args:
+        benchmark: the folder with `metadata.jsonl`, that file, or Parquet files with the images in them.
+
+    Raises:
+        TPIPSError: the table cannot be read or has other columns.
+    """
+    listed = Path(benchmark) / "metadata.jsonl"
+    table_path = listed if listed.is_file() else Path(benchmark)
+    table = read_table(table_path)
+    parsed, votes, problems = [], {}, []
+    for place, entry in table:
+        key = ""
+        try:
+            key = check_key(entry.get("key"))
+            images = entry.get("edited_images")
+            if not isinstance(images, list) or len(images) != 2:
+                raise TPIPSError("'edited_images' are not two images.")
+            label = _WINNERS.get(" ".join(str(entry.get("winner")).casefold().split()))
+            if label is None:
+                raise TPIPSError(f"the winner is {entry.get('winner')!r}; expected 'Image A', 'Image B' or 'tie'.")
+            outputs = dict(zip(("A", "B"), images, strict=True))
+            row = _bench_row(key, {"task_type": entry.get("task"), **entry}, "source_image", outputs, table_path)
+            parsed.append((place, row))
+            votes[key] = Vote(key, "A", "B", label, "preservation")
+        except TPIPSError as error:
+            problems.append(Problem("bad_row", f"{place}: {error}", key))
+    rows, doubled = unique_rows(parsed)
+    kept = [votes[row.key] for row in rows]
+    return _bench("VCReward-Bench", rows, ("A", "B"), kept, [*problems, *doubled], "vcreward", len(table))
 
 
 def parse_ranking(text: object, count: int) -> dict[str, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint
 from tpips_reward.rewards.gate import Gate
@@ -75,6 +77,9 @@ class TPIPSReward:
         gate_threshold: mean target change that opens the gate fully; default: the metric's `change_scale`.
         gate_weight: what a closed gate costs.
         value_range: lowest and highest value of float images, (-1, 1) for a VAE's; PIL and uint8 images have their own.
+        calibrated: True puts the probability that people call two images the same in an aspect in place of the raw
+            similarity, by the calibration beside the metric (`python -m metric_training.calibrate`); or the path of such
+            a file. All formulas then work on [0, 1].
 
     Raises:
         TPIPSError: unknown reward, mode or gate; a bad weight or threshold; whatever `load_metric` raises.
@@ -96,6 +101,7 @@ class TPIPSReward:
         gate_threshold: float | None = None,
         gate_weight: float = 1.0,
         value_range: tuple[float, float] = (0.0, 1.0),
+        calibrated: bool | str | Path = False,
     ) -> None:
         # The spec comes first: a typo in it must not cost the loading of a metric of 16 GB.
         self.spec = parse_reward(reward)
@@ -108,6 +114,8 @@ class TPIPSReward:
             raise TPIPSError("device and dtype are for a metric given by name; move the metric object itself instead.")
         else:
             self.metric = metric
+        if calibrated:
+            self.metric = CalibratedMetric(self.metric, None if calibrated is True else calibrated)
         guessed = gate_threshold is None and not getattr(self.metric, "is_calibrated", True)
         if guessed and gate != "none" and any(item.mode in ("preserve", "edit") for item in self.spec.items):
             warnings.warn(

@@ -1,0 +1,386 @@
+"""Edits of an editor and its checkpoints as files, for an evaluation: the same sources and the same noise for each.
+
+    FOLDER/sources/KEY.png          what the editor saw, at the size of its edit
+    FOLDER/edits/CHECKPOINT/KEY.png
+    FOLDER/rendering.json           with which settings; a run that goes on must have the same
+    FOLDER/manifest.jsonl           all of it, for `tpips-reward evaluate`
+
+An image depends on the checkpoint, the row's key and the settings. Batches are made of all rows, whatever is done
+already and however many processes share them, so that a run that was interrupted ends with the same pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rl_recipes.editors import Editor, EditorError
+from rl_recipes.editors.base import Size
+from rl_recipes.editors.lora import FILE_NAME
+from rl_recipes.grpo import decode, encode, same_size_batches
+from rl_recipes.prompts import ProceduralPrompts, Prompt
+from rl_recipes.rollout import sample_ode
+from rl_recipes.runs import RunError, disk_errors, read_json, to_image, write_atomic, write_image, write_json
+from rl_recipes.seeds import EVALUATION, generator
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation import Dataset, Problem, Row
+from tpips_reward.evaluation.image_files import ImageFile, image_size
+from tpips_reward.evaluation.image_files import decode as decode_image
+from tpips_reward.evaluation.rows import check_model_name
+from tpips_reward.scenes import measure_edit
+from tpips_reward.stopping import StopSignal
+
+#: The column of the editor without an adapter.
+BASE = "base"
+SETTINGS_NAME, MANIFEST_NAME = "rendering.json", "manifest.jsonl"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A column of the report: the editor itself (`file` is None), or the editor with an adapter."""
+
+    name: str
+    file: Path | None = None
+
+    def digest(self) -> str:
+        """What tells adapters apart: their content."""
+        return "" if self.file is None else hashlib.sha256(self.file.read_bytes()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How edits are sampled: denoising steps, guidance, the seed of the initial noise, edits in one batch."""
+
+    steps: int
+    guidance_scale: float
+    seed: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("steps", 1), ("seed", 0), ("batch_size", 1), ("guidance_scale", 0)):
+            value = getattr(self, name)
+            if not lowest <= value < float("inf"):
+                raise TPIPSError(f"{name} is {value}; give a number of at least {lowest}.")
+
+
+# --- checkpoints
+
+
+def find_checkpoints(given: Sequence[str]) -> list[Checkpoint]:
+    """The editor itself, then one checkpoint for each `PATH` or `NAME=PATH`.
+
+    A path is a folder with `pytorch_lora_weights.safetensors`, a run's folder with `adapter/`, or such a file. Without a
+    name it is called after its folder, "x" for `runs/x/adapter`.
+
+    Raises:
+        TPIPSError: no such file, a name twice, or one that no folder can have.
+    """
+    found = [Checkpoint(BASE)]
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).exists():
+            name, path = "", text
+        file = _adapter_file(Path(path).expanduser())
+        name = check_model_name(name or _name_of(file))
+        if "/" in name or "\\" in name or name.startswith("."):
+            raise TPIPSError(f"--lora {text}: {name!r} cannot name a folder; write NAME=PATH with a plain name.")
+        if name in [checkpoint.name for checkpoint in found]:
+            why = "is the editor without an adapter" if name == BASE else "is there twice"
+            raise TPIPSError(f"--lora {text}: the name {name!r} {why}; write NAME=PATH with another name.")
+        found.append(Checkpoint(name, file))
+    return found
+
+
+def _adapter_file(path: Path) -> Path:
+    for file in (path / FILE_NAME, path / "adapter" / FILE_NAME, path):
+        if file.is_file():
+            if not any("lora" in name for name in _tensor_names(file)):
+                raise TPIPSError(f"{file} holds no LoRA weights; give what save_lora_weights or a run wrote.")
+            return file
+    raise TPIPSError(f"--lora {path} is no adapter: there is no {FILE_NAME} in it.")
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as content:
+            return list(content.keys())
+    except (OSError, SafetensorError) as error:
+        raise TPIPSError(f"The adapter {file} cannot be read ({error}); it must be a safetensors file.") from None
+
+
+def _name_of(file: Path) -> str:
+    if file.name != FILE_NAME:
+        return file.stem
+    home = file.resolve().parent
+    return home.parent.name if home.name == "adapter" else home.name
+
+
+def apply_checkpoint(editor: Editor, checkpoint: Checkpoint) -> None:
+    """Takes off the adapter that is on, and puts on the checkpoint's.
+
+    Raises:
+        EditorError: it does not fit this editor, or not all of it does; such an adapter would change nothing, in silence.
+    """
+    editor.pipe.unload_lora_weights()
+    if checkpoint.file is None:
+        return
+    try:
+        editor.pipe.load_lora_weights(checkpoint.file.parent, weight_name=checkpoint.file.name, use_safetensors=True)
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise EditorError(f"The adapter {checkpoint.file} does not fit this editor ({reason}).") from error
+    editor.transformer.requires_grad_(False)
+    placed = sum(".lora_A." in name or ".lora_B." in name for name, _ in editor.transformer.named_parameters())
+    names = [name for name in _tensor_names(checkpoint.file) if name.startswith("transformer.")]
+    expected = sum(".lora_A." in name or ".lora_B." in name for name in names)
+    if not placed or placed < expected:
+        raise EditorError(
+            f"Of the adapter {checkpoint.file} {placed} of {expected or 'all'} weights fit this editor's transformer; give "
+            "the adapter of this editor."
+        )
+
+
+# --- rows
+
+
+def procedural_rows(folder: Path, count: int, seed: int, size: int, write: bool) -> Dataset:
+    """Held-out procedural edits, their sources in `folder/sources`.
+
+    Args:
+        write: whether this process writes the sources.
+    """
+    if count < 1:
+        raise TPIPSError(f"count is {count}; give at least one edit.")
+    prompts, rows = ProceduralPrompts(seed, "test", size), []
+    for index in range(count):
+        prompt = prompts[index]
+        path = source_path(folder, prompt.key)
+        if write and not path.exists():
+            write_image(path, to_image(prompt.image))
+        assert prompt.edit is not None
+        rows.append(Row(prompt.key, ImageFile(path), prompt.instruction, {}, prompt.preserve, prompt.target,
+                        prompt.edit.kind))  # fmt: skip
+    return Dataset(f"{count} procedural edits", tuple(rows), ())
+
+
+def source_path(folder: Path, key: str) -> Path:
+    return folder / "sources" / f"{key}.png"
+
+
+def edit_path(folder: Path, checkpoint: Checkpoint, key: str) -> Path:
+    return folder / "edits" / checkpoint.name / f"{key}.png"
+
+
+def check_rows(editor: Editor, dataset: Dataset) -> tuple[Dataset, dict[str, Size]]:
+    """Leaves out what the editor would refuse, before anything is rendered; and each row's (height, width) of its edit."""
+    rows, problems, sizes = [], [], {}
+    for row in dataset.rows:
+        kind = "unreadable_source"
+        try:
+            width, height = image_size(row.source)
+            kind = "bad_row"
+            sizes[row.key] = editor.output_size(torch.empty((3, height, width), device="meta"))
+            editor.check_instruction(row.instruction)
+        except TPIPSError as error:
+            problems.append(Problem(kind, f"The row {row.key!r} cannot be edited: {error}", row.key))
+            continue
+        rows.append(row)
+    return dataset.with_rows(rows, problems), sizes
+
+
+def write_sources(editor: Editor, dataset: Dataset, folder: Path, accelerator: Accelerator, stop: StopSignal) -> Dataset:
+    """Writes what the editor sees, at the size of the edit, and leaves out rows whose images do not decode.
+
+    The processes share the work; each gets all of the result.
+    """
+    found: list[Problem] = []
+    for row in dataset.rows[accelerator.process_index :: accelerator.num_processes]:
+        stop.check()
+        path = source_path(folder, row.key)
+        if path.exists():
+            continue
+        try:
+            image = decode_image(row.source.read(), row.source.label)
+        except TPIPSError as error:
+            found.append(Problem("unreadable_source", str(error), row.key))
+            continue
+        write_image(path, to_image(editor.fit(image)))
+    problems: list[Problem] = gather_object(found)
+    broken = {problem.key for problem in problems}
+    rows = [replace(row, source=ImageFile(source_path(folder, row.key))) for row in dataset.rows if row.key not in broken]
+    order = {row.key: position for position, row in enumerate(dataset.rows)}
+    return dataset.with_rows(rows, sorted(problems, key=lambda problem: order[problem.key]))
+
+
+def rows_digest(rows: Sequence[Row]) -> str:
+    """What tells two sets of edits apart: keys, instructions, and the sources' sizes in bytes."""
+    digest = hashlib.sha256()
+    for row in rows:
+        size = row.source.path.stat().st_size if isinstance(row.source, ImageFile) else len(row.source.read())
+        digest.update(json.dumps([row.key, row.instruction, size]).encode())
+    return digest.hexdigest()[:32]
+
+
+# --- rendering
+
+
+@torch.no_grad()
+def render_checkpoint(
+    editor: Editor,
+    checkpoint: Checkpoint,
+    rows: Sequence[Row],
+    sizes: dict[str, Size],
+    folder: Path,
+    sampling: Sampling,
+    accelerator: Accelerator,
+    stop: StopSignal,
+    progress: Callable[[int], None] = lambda edits: None,
+) -> int:
+    """Renders what is not there yet of one checkpoint, this process's share of it.
+
+    Args:
+        rows: with sources of `write_sources`.
+        sizes: of `check_rows`.
+        progress: called with the number of edits of each batch that is done, or was already.
+
+    Returns:
+        the number of edits that were rendered.
+
+    Raises:
+        TPIPSError: the editor gives pixels that are not finite, or the disk refuses.
+        Interrupted: the user asked to stop; whole files are left.
+    """
+    batches = list(same_size_batches(rows, lambda row: sizes[row.key], sampling.batch_size))
+    rendered, applied = 0, False
+    for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+        stop.check()
+        if not all(edit_path(folder, checkpoint, row.key).exists() for row in batch):
+            if not applied:  # a checkpoint that is done costs nothing
+                apply_checkpoint(editor, checkpoint)
+                applied = True
+            for row, image in zip(batch, _edits(editor, batch, sampling, checkpoint.name), strict=True):
+                write_image(edit_path(folder, checkpoint, row.key), to_image(image))
+            rendered += len(batch)
+        progress(len(batch))
+    return rendered
+
+
+def _edits(editor: Editor, batch: Sequence[Row], sampling: Sampling, name: str) -> list[Tensor]:
+    prompts = [
+        Prompt(decode_image(row.source.read(), row.source.label), row.instruction, (), (), row.key) for row in batch
+    ]
+    conditions = encode(editor, prompts, sampling.guidance_scale)
+    generators = [generator(sampling.seed, EVALUATION, _number(row.key)) for row in batch]
+    latents = sample_ode(editor, conditions, generators, sampling.steps, sampling.guidance_scale)
+    return decode(editor, latents, conditions, f"{name}, {batch[0].key} to {batch[-1].key}")
+
+
+def _number(key: str) -> int:
+    """A row's noise goes by its key, so that rows may come and go around it."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+
+
+# --- the folder
+
+
+def claim(folder: Path, facts: dict[str, Any], checkpoints: Sequence[Checkpoint], *, resume: bool) -> None:
+    """Writes `rendering.json`, or checks that the one that is there says the same.
+
+    Args:
+        facts: settings on which the pixels depend.
+        resume: whether a rendering may be there. More checkpoints than it had are welcome.
+
+    Raises:
+        RunError: another setting, or an adapter of that name with other content.
+    """
+    path = folder / SETTINGS_NAME
+    adapters = {checkpoint.name: checkpoint.digest() for checkpoint in checkpoints}
+    if resume and path.exists():
+        known = read_json(path)
+        for name, value in facts.items():
+            if known.get(name) != value:
+                raise RunError(
+                    f"{folder} was rendered with {name} = {known.get(name)!r}, and now it is {value!r}; give what it was, "
+                    "or start anew with --overwrite."
+                )
+        before = known.get("checkpoints", {})
+        changed = [name for name, digest in adapters.items() if before.get(name, digest) != digest]
+        if changed:
+            raise RunError(
+                f"The adapter {changed[0]!r} is another one than {folder} was rendered with; give it another name "
+                "(NAME=PATH), or start anew with --overwrite."
+            )
+        adapters = {**before, **adapters}
+    write_json(path, {**facts, "checkpoints": adapters})
+
+
+def with_edits(dataset: Dataset, folder: Path, checkpoints: Sequence[Checkpoint]) -> Dataset:
+    """The rows with the rendered edits as outputs, also written to `manifest.jsonl`.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    names = tuple(checkpoint.name for checkpoint in checkpoints)
+    rows, lines = [], []
+    for row in dataset.rows:
+        paths = {checkpoint.name: edit_path(folder, checkpoint, row.key) for checkpoint in checkpoints}
+        rows.append(replace(row, outputs={name: ImageFile(path) for name, path in paths.items()}))
+        line: dict[str, Any] = {"key": row.key, "source": source_path(folder, row.key).relative_to(folder).as_posix(),
+                "instruction": row.instruction, "category": row.category}  # fmt: skip
+        line |= {name: list(aspects) for name, aspects in (("preserve", row.preserve), ("target", row.target)) if aspects}
+        line["outputs"] = {name: path.relative_to(folder).as_posix() for name, path in paths.items()}
+        lines.append(json.dumps(line, ensure_ascii=False))
+    text = "\n".join(lines) + "\n"
+    write_atomic(folder / MANIFEST_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+    return replace(dataset, rows=tuple(rows), models=names)
+
+
+def known_truth(
+    folder: Path, checkpoints: Sequence[Checkpoint], count: int, seed: int, size: int
+) -> dict[str, dict[str, float]]:
+    """Means of what is known of procedural edits without any metric (`measure_edit`), by checkpoint.
+
+    The reader sees by it whether the report's order is the true one.
+    """
+    prompts, result = ProceduralPrompts(seed, "test", size), {}
+    for checkpoint in checkpoints:
+        measures = []
+        for index in range(count):
+            prompt = prompts[index]
+            assert prompt.edit is not None
+            ref = ImageFile(edit_path(folder, checkpoint, prompt.key))
+            measures.append(measure_edit(prompt.edit, decode_image(ref.read(), ref.label)))
+        drifts = [m.drift for m in measures if m.drift == m.drift]  # NaN where an edit changes everything
+        result[checkpoint.name] = {
+            "edit_success": sum(m.success for m in measures) / count,
+            "drift": sum(drifts) / max(1, len(drifts)),
+            "object_lost": sum(m.object_lost for m in measures) / count,
+            "l1_to_ideal": sum(m.l1_to_ideal for m in measures) / count,
+            "copy_rate": sum(m.copied for m in measures) / count,
+        }
+    return result
+
+
+def clear(folder: Path) -> None:
+    """Removes what a rendering writes, and nothing else.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with disk_errors(folder):
+        for name in ("sources", "edits"):
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+        for name in (SETTINGS_NAME, MANIFEST_NAME, "truth.json"):
+            (folder / name).unlink(missing_ok=True)

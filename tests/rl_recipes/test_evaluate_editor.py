@@ -1,0 +1,215 @@
+"""Checkpoints rendered and scored: the same edits whoever renders them, nothing twice, and one column a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import METRIC
+from PIL import Image
+
+from rl_recipes import evaluate_editor, rendering
+from rl_recipes.editors import Editor, EditorError, load_editor
+from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation import read_manifest
+from tpips_reward.stopping import Interrupted, StopSignal
+
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def adapters(editor_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs `a` and `b` whose adapters change the tiny editor's edits, as training would leave them."""
+    home = tmp_path_factory.mktemp("runs")
+    for number, name in enumerate("ab"):
+        editor = load_editor(editor_folder, device="cpu", resolution=32)
+        generator = torch.Generator().manual_seed(number)
+        editor.add_lora(2, 4, generator=generator)
+        with torch.no_grad():
+            for key, parameter in editor.transformer.named_parameters():
+                if ".lora_B." in key:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        editor.save_lora(home / name / "adapter")
+    return home
+
+
+@pytest.fixture
+def launch(editor_folder: Path, tmp_path: Path) -> Run:
+    def call(*more: object, folder: Path = tmp_path / "out") -> int:
+        flags = {"editor": editor_folder, "metric": METRIC, "output_dir": folder, "steps": 2, "guidance_scale": 1,
+                 "resolution": 32, "threads": 1, "batch_size": 2, "examples": 1}  # fmt: skip
+        given = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in map(str, more)]
+        return evaluate_editor.main([*given, *map(str, more)])
+
+    return call
+
+
+def pixels(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*.png"))}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five edits of photographs of two sizes; one file is cut off, and one row has no instruction."""
+    home = tmp_path_factory.mktemp("photos")
+    generator = torch.Generator().manual_seed(0)
+    lines: list[dict[str, Any]] = []
+    for number, (width, height) in enumerate([(48, 48), (64, 32), (48, 48), (48, 48), (64, 32)]):
+        noise = torch.randint(0, 255, (height, width, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(home / f"{number}.png")
+        lines.append({"key": f"k{number}", "image": f"{number}.png", "instruction": "make the car red"})
+    lines[0] |= {"preserve": ["background"], "target": ["car color"]}
+    (home / "3.png").write_bytes((home / "3.png").read_bytes()[:3000])
+    lines[4]["instruction"] = ""
+    lines.append({"key": "k5", "image": "missing.png", "instruction": "make the car red"})
+    (home / "edits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return home / "edits.jsonl"
+
+
+def test_procedural_edits_of_two_checkpoints(
+    launch: Run, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--count", 3, "--lora", adapters / "a/adapter", "--lora", f"other={adapters / 'b'}")
+    assert launch(*flags) == 0
+    out = tmp_path / "out"
+    report = json.loads((out / "report/report.json").read_text())
+    assert {entry["model"] for entry in report["models"] if not entry["control"]} == {"base", "a", "other"}
+    assert report["counts"]["outputs_scored"] == 9 and report["problems"]["list"] == []
+    assert report["aspect_origins"] == {"named": 3}, "procedural edits bring their aspects"
+    images = pixels(out)
+    assert len(images) == 12 and len(set(images.values())) == 12, "every checkpoint edits otherwise"
+    truth = json.loads((out / "truth.json").read_text())
+    assert truth.keys() == {"base", "a", "other"} and truth["a"] != truth["base"]
+    shown = capsys.readouterr().out
+    assert "| other | 3 of 3 |" in shown and "| other | 0." in shown.split("Known from")[1]
+    dataset = read_manifest(out / "manifest.jsonl")
+    assert dataset.models == ("base", "a", "other") and dataset.problems == () and len(dataset.rows) == 3
+
+    # the same again: nothing is rendered, nothing is measured, and the report is the same
+    assert launch(*flags, "--resume") == 0
+    again = json.loads((out / "report/report.json").read_text())
+    assert pixels(out) == images and again["work"]["pairs_measured"] == 0 and again["models"] == report["models"]
+    with pytest.raises(SystemExit):
+        launch(*flags)
+    assert "give --resume to go on" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch(*flags, "--resume", "--steps", 3)
+    assert "was rendered with steps = 2, and now it is 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch("--count", 3, "--lora", f"a={adapters / 'b'}", "--resume")
+    assert "'a' is another one" in capsys.readouterr().err
+
+
+def test_a_users_own_edits(launch: Run, adapters: Path, photos: Path, tmp_path: Path) -> None:
+    assert launch("--data", photos, "--lora", adapters / "a") == 0
+    report = json.loads((tmp_path / "out/report/report.json").read_text())
+    counts = report["problems"]["counts"]
+    assert counts == {"missing_source": 1, "unreadable_source": 1, "bad_row": 1}
+    assert [row["key"] for row in report["rows"]] == ["k0", "k1", "k2"] and report["counts"]["rows"] == 6
+    assert report["aspect_origins"] == {"named": 1, "instruction": 2}
+    with Image.open(tmp_path / "out/edits/a/k1.png") as edit, Image.open(tmp_path / "out/sources/k1.png") as source:
+        assert edit.size == source.size and edit.width == 2 * edit.height, "sources are at the size of their edits"
+    assert not (tmp_path / "out/truth.json").exists()
+
+
+@pytest.fixture
+def parts(editor_folder: Path, tmp_path: Path) -> tuple[Editor, Any, dict[str, Any]]:
+    editor = load_editor(editor_folder, device="cpu", resolution=32)
+    dataset = rendering.procedural_rows(tmp_path / "whole", 5, 7, 32, True)
+    _, sizes = rendering.check_rows(editor, dataset)
+    return editor, dataset, sizes
+
+
+def render(
+    parts: tuple[Editor, Any, dict[str, Any]], folder: Path, checkpoint: rendering.Checkpoint, rank: int, world: int
+) -> int:
+    editor, dataset, sizes = parts
+    shared = SimpleNamespace(process_index=rank, num_processes=world)
+    sampling = rendering.Sampling(steps=2, guidance_scale=1.0, seed=0, batch_size=2)
+    return rendering.render_checkpoint(
+        editor, checkpoint, dataset.rows, sizes, folder, sampling, shared, StopSignal()  # type: ignore[arg-type]
+    )
+
+
+def test_processes_and_interruptions_change_no_pixel(
+    parts: tuple[Editor, Any, dict[str, Any]], adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, tuned = rendering.find_checkpoints([str(adapters / "a")])
+    assert render(parts, tmp_path / "whole", tuned, 0, 1) == 5
+    assert render(parts, tmp_path / "whole", base, 0, 1) == 5, "taking the adapter off leaves the editor itself"
+    assert render(parts, tmp_path / "first", base, 0, 1) == 5
+    whole = pixels(tmp_path / "whole/edits")
+    assert {name: whole[name] for name in whole if name.startswith("base/")} == pixels(tmp_path / "first/edits")
+
+    shared = [render(parts, tmp_path / "shared", checkpoint, rank, 2) for checkpoint in (base, tuned) for rank in (1, 0)]
+    assert shared == [2, 3, 2, 3] and pixels(tmp_path / "shared/edits") == whole
+
+    (tmp_path / "whole/edits/a/test-000002.png").unlink()  # its batch is made anew, in the same shape
+    assert render(parts, tmp_path / "whole", tuned, 0, 1) == 2 and pixels(tmp_path / "whole/edits") == whole
+
+    class Stops(StopSignal):
+        requested = True
+
+    monkeypatch.setattr("test_evaluate_editor.StopSignal", Stops)
+    with pytest.raises(Interrupted):
+        render(parts, tmp_path / "none", base, 0, 1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_noise_goes_by_the_key(parts: tuple[Editor, Any, dict[str, Any]], tmp_path: Path) -> None:
+    editor, dataset, sizes = parts
+    base = rendering.Checkpoint("base")
+    render(parts, tmp_path / "whole", base, 0, 1)
+    fewer = dataset.with_rows(dataset.rows[2:4], ())  # the third and fourth were a batch before
+    render((editor, fewer, sizes), tmp_path / "fewer", base, 0, 1)
+    whole, part = pixels(tmp_path / "whole/edits"), pixels(tmp_path / "fewer/edits")
+    assert len(part) == 2 and all(whole[name] == part[name] for name in part)
+
+
+def test_adapters_that_cannot_be_used(adapters: Path, editor_folder: Path, tmp_path: Path) -> None:
+    file = adapters / "a/adapter/pytorch_lora_weights.safetensors"
+    for given, message in [
+        (["nothing"], "is no adapter"),
+        ([str(adapters / "a"), str(adapters / "a/adapter")], "'a' is there twice"),
+        ([f"base={adapters / 'a'}"], "'base' is the editor without an adapter"),
+        ([f"x/y={adapters / 'a'}"], "cannot name a folder"),
+        ([f"control: x={adapters / 'a'}"], "names its controls"),
+    ]:
+        with pytest.raises(TPIPSError, match=message):
+            rendering.find_checkpoints(given)
+    assert [c.name for c in rendering.find_checkpoints([str(file), f"b={adapters / 'b'}"])] == ["base", "a", "b"]
+    broken = tmp_path / "cut.safetensors"
+    broken.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(TPIPSError, match="cannot be read"):
+        rendering.find_checkpoints([str(broken)])
+
+    from safetensors.torch import load_file, save_file
+
+    editor = load_editor(editor_folder, device="cpu", resolution=32)
+    elsewhere = {name.replace("attn.to_q", "attn.to_elsewhere"): value for name, value in load_file(file).items()}
+    save_file(elsewhere, tmp_path / "elsewhere.safetensors")
+    (checkpoint,) = rendering.find_checkpoints([str(tmp_path / "elsewhere.safetensors")])[1:]
+    with pytest.raises(EditorError, match="fit this editor"):
+        rendering.apply_checkpoint(editor, checkpoint)
+
+
+def test_bad_settings_are_one_line(launch: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("mine")
+    for flags, folder, message in [
+        (("--count", 0), "out", "count is 0"),
+        (("--overwrite", "--resume"), "out", "give one of the two"),
+        (("--steps", 0), "out", "steps is 0"),
+        (("--data", tmp_path / "no.jsonl"), "out", "no.jsonl does not exist"),
+        ((), "full", "is not empty"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            launch(*flags, folder=tmp_path / folder)
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and message in err and len(err.strip().splitlines()) == 1
+    assert [p.name for p in (tmp_path / "full").iterdir() if not p.name.startswith(".")] == ["mine.txt"]
