@@ -40,12 +40,14 @@ def aspects_of(
         preserve, target: for samples that name none.
 
     Raises:
-        TPIPSError: metadata that is no JSON object, or aspects that are no list of texts.
+        TPIPSError: metadata that is no JSON object, aspects that are no list of texts, or neither aspects nor a prompt.
     """
     own = _object(metadata)
     kept, changed = _names(own, "preserve") or tuple(preserve), _names(own, "target") or tuple(target)
     if kept or changed:
         return Aspects(kept, changed)
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise TPIPSError(f"A sample names no aspects and its prompt is {prompt!r}; give preserve and target aspects.")
     proposal = propose(prompt)
     return Aspects(proposal.preserve, proposal.target)
 
