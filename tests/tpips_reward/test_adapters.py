@@ -210,7 +210,7 @@ class RewardModelOutput:
 
 @dataclass
 class RewardArguments:
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = "float32"
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tpips_reward.adapters.core import EditScorer, RewardCall
@@ -33,7 +34,7 @@ def compute_score_function(
     loaded = load_reward(reward, **options) if isinstance(reward, str) else reward
     scorer = EditScorer(loaded, preserve, target)
     # a model here takes one call at a time; a server is asked by all threads at once
-    lock = None if isinstance(loaded, RemoteReward) else threading.Lock()
+    guard = nullcontext() if isinstance(loaded, RemoteReward) else threading.Lock()
 
     def compute_score(
         solution_image: Any,
@@ -49,12 +50,8 @@ def compute_score_function(
         edit = solution_image[0] if getattr(solution_image, "ndim", 3) == 4 else solution_image
         prompt = info.get("instruction") or ground_truth or ""
         ideal = image_of(info.get("target_img"))
-        call = lambda: scorer([edit], [source], [prompt], [info], None if ideal is None else [ideal])  # noqa: E731
-        if lock is None:
-            output = call()
-        else:
-            with lock:
-                output = call()
+        with guard:
+            output = scorer([edit], [source], [prompt], [info], None if ideal is None else [ideal])
         terms = {name: float(values[0]) for name, values in output.terms.items() if not bool(values[0].isnan())}
         return {"score": float(output.scores[0]), **terms}
 
