@@ -59,7 +59,6 @@ def test_a_killed_worker_says_so_and_starts_again(worker):
         child.send_signal(number)
     assert isinstance(worker.score([item()])[0], Scored)
     child.kill()
-    child.wait(10)
     with pytest.raises(WorkerDied):
         worker.score([item()])
     assert not worker.is_alive
