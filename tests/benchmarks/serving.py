@@ -131,7 +131,7 @@ def faults(options: argparse.Namespace) -> None:
     taken: list[float] = []
     stop = threading.Event()
     with server("--metric", options.metric, "--body-timeout", "5") as (address, process):
-        remote = RemoteReward(f"remote:{address}", patience=120)
+        remote = RemoteReward(f"remote:{address}", timeout=300, patience=600)
         remote(**work[0])
 
         def client(number: int) -> None:
@@ -151,7 +151,10 @@ def faults(options: argparse.Namespace) -> None:
                 counts["right" if right else "WRONG"] += 1
 
         def killer() -> None:
-            while not stop.wait(options.seconds / 4):
+            """Ends the worker four times; one that is still loading scores nothing that could be lost."""
+            while not stop.wait(options.seconds / 5):
+                while httpx.get(f"{address}/health").status_code != 200 and not stop.wait(1):
+                    pass
                 for child in process.children():
                     if "spawn_main" in " ".join(child.cmdline()):
                         child.kill()

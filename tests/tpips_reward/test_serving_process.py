@@ -20,6 +20,7 @@ from serving_workers import expected_scores, picture, request_of, running, troub
 
 from tpips_reward import RemoteReward, TPIPSReward
 from tpips_reward.cli import main
+from tpips_reward.search.index import probe, write_index
 from tpips_reward.serving.errors import RequestError
 from tpips_reward.serving.items import Item, Scored
 from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess
@@ -93,6 +94,27 @@ def test_a_worker_that_is_killed_while_it_scores(worker):
     assert not worker.is_alive  # ended with the server
 
 
+def test_a_busy_worker_can_be_ended(worker):
+    """As a second Ctrl-C does it: the thread that waits is told, and nobody waits for the answer."""
+    if not worker.is_alive:
+        worker.start()
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            worker.score([item("slow")] * 40)
+        except WorkerDied as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not worker._busy:
+        pass
+    worker.stop()
+    thread.join(10)
+    assert len(found) == 1 and not worker.is_alive
+
+
 def test_the_command_from_start_to_sigterm(tmp_path: Path, parity, photos, metric):
     """Requests that are being scored when SIGTERM comes are answered; the process ends with 0."""
     (tmp_path / "token").write_text("secret\n")
@@ -139,6 +161,25 @@ def test_what_the_command_refuses(capsys, options, words):
     assert main(["serve", *options]) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("fastapi", ["serve"], "tpips-reward[serve]"),
+        ("faiss", ["search", "INDEX", "--query", "IMAGE", "overall"], "tpips-reward[search]"),
+        ("av", ["video", "IMAGE", "--aspect", "x", "--output", "out"], "tpips-reward[video]"),
+    ],
+)
+def test_a_missing_extra_is_named(monkeypatch, capsys, tmp_path, metric, module, command, extra):
+    picture(0, 64).save(tmp_path / "image.png")
+    vector = probe(metric)[None]
+    write_index(tmp_path / "index", ["a.png"], {"overall": vector}, metric_name="x", probe_vector=vector[0])
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: metric)
+    monkeypatch.setitem(sys.modules, module, None)
+    known = {"INDEX": str(tmp_path / "index"), "IMAGE": str(tmp_path / "image.png"), "out": str(tmp_path / "out")}
+    assert main([known.get(word, word) for word in command]) == 2
+    assert extra in capsys.readouterr().err
 
 
 def test_a_token_file_without_a_token(capsys, tmp_path):

@@ -64,6 +64,7 @@ def create_app(
         service.batcher.open()
         yield
         await service.batcher.close()
+        service.decoders.shutdown()
 
     # the interactive pages of FastAPI would load scripts from elsewhere
     app = FastAPI(

@@ -84,6 +84,8 @@ class RemoteReward:
         self.patience = patience
         self.value_range = value_range
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        if token and not (token.isascii() and token.isprintable()):
+            raise TPIPSError(f"The token has letters that no header can hold; check token= or ${TOKEN_VARIABLE}.")
         self._client = httpx.Client(
             base_url=self.address,
             headers={"Authorization": f"Bearer {token}"} if token else {},

@@ -57,7 +57,7 @@ def run_serve(options: argparse.Namespace) -> None:
             except WorkerDied as error:
                 raise TPIPSError(f"The worker ended while it loaded {options.metric!r} ({error}).") from None
         app = create_app(workers, reward=options.reward, limits=limits, token=token)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=30)
+        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=30)
         host, port = listener.getsockname()[:2]
         print(f"tpips-reward: {options.reward} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         if token is None and not ipaddress.ip_address(host).is_loopback:

@@ -123,6 +123,7 @@ class WorkerProcess:
         self.source = source
         self.seconds = seconds
         self.facts: dict[str, Any] = {}
+        self._busy = False
         self._process: Any = None
         self._pipe: Connection | None = None
         atexit.register(self.stop)  # before multiprocessing's own, which waits for a process that ignores its signal
@@ -158,31 +159,38 @@ class WorkerProcess:
         """
         if self._pipe is None:
             raise WorkerDied("the worker is not running")
+        self._busy = True
         try:
             self._pipe.send(list(items))
+            return self._receive(self.seconds)[1]
         except (OSError, ValueError) as error:
             raise WorkerDied(str(error)) from error
-        return self._receive(self.seconds)[1]
+        finally:
+            self._busy = False
 
     def stop(self) -> None:
-        """Ends the process: at once where it is busy."""
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            self._process.join(timeout=2)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
-        self._pipe = self._process = None
+        """Ends the process, at once where it is busy: a thread that waits for its answer gets a WorkerDied."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if process is None or pipe is None:
+            return
+        if not self._busy:
+            pipe.close()
+            process.join(timeout=2)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        pipe.close()
 
     def _receive(self, seconds: float) -> tuple[str, Any]:
-        assert self._pipe is not None
+        process, pipe = self._process, self._pipe
+        assert process is not None and pipe is not None
         try:
-            if self._pipe.poll(seconds):
-                return self._pipe.recv()
+            if pipe.poll(seconds):
+                return pipe.recv()
         except (EOFError, OSError) as error:
             raise WorkerDied("its process ended") from error
-        self._process.kill()
+        process.kill()
         raise WorkerDied(f"no answer within {seconds:g} s")
 
 
