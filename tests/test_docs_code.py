@@ -86,7 +86,10 @@ def test_there_is_code_and_the_parser_finds_it():
     count = {page.name: len(python_blocks(page.read_text(encoding="utf-8"))) for page in PAGES}
     assert count["README.md"] >= 2 and count["integrations.md"] >= 6 and sum(count.values()) >= 12
     text = "x\n\n<!-- not run: no GPU -->\n```python\n1/0\n```\n\n```bash\nls\n```\n\n```python\ny = 1\n```\n"
-    assert [(block.code, block.excuse, block.line) for block in python_blocks(text)] == [("1/0\n", "no GPU", 5), ("y = 1\n", "", 13)]
+    assert [(block.code, block.excuse, block.line) for block in python_blocks(text)] == [
+        ("1/0\n", "no GPU", 5),
+        ("y = 1\n", "", 13),
+    ]
 
 
 def test_no_integration_takes_ten_lines():

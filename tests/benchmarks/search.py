@@ -35,7 +35,9 @@ def measure(count: int, width: int, queries: int) -> dict[str, float]:
         vectors = {aspect: unit(rng, count, width) for aspect in (OVERALL, "lighting")}
         folder = Path(name) / "index"
         begin = time.monotonic()
-        write_index(folder, [f"{n}.png" for n in range(count)], vectors, metric_name="random", probe_vector=vectors[OVERALL][0])
+        write_index(
+            folder, [f"{n}.png" for n in range(count)], vectors, metric_name="random", probe_vector=vectors[OVERALL][0]
+        )
         written = time.monotonic() - begin
         asked = [combine([Query("lighting", *unit(rng, 2, width))]) for _ in range(queries)]
         truth = np.argmax(scores(asked[0], vectors))

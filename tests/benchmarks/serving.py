@@ -78,7 +78,9 @@ def server(*options: str) -> Iterator[tuple[str, psutil.Process]]:
         process.wait(60)
 
 
-def drive(call: Callable[[dict[str, Any]], Any], work: list[dict[str, Any]], clients: int, seconds: float) -> dict[str, float]:
+def drive(
+    call: Callable[[dict[str, Any]], Any], work: list[dict[str, Any]], clients: int, seconds: float
+) -> dict[str, float]:
     """Calls from so many threads for so long: items a second, and the percentiles of a call."""
     taken: list[float] = []
     end = time.monotonic() + seconds
@@ -99,7 +101,11 @@ def drive(call: Callable[[dict[str, Any]], Any], work: list[dict[str, Any]], cli
         thread.join()
     spent = time.monotonic() - begin
     p50, p99 = np.percentile(taken, [50, 99])
-    return {"items_per_second": round(GROUP * len(taken) / spent, 1), "p50_ms": round(1000 * p50, 1), "p99_ms": round(1000 * p99, 1)}
+    return {
+        "items_per_second": round(GROUP * len(taken) / spent, 1),
+        "p50_ms": round(1000 * p50, 1),
+        "p99_ms": round(1000 * p99, 1),
+    }
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -119,7 +125,10 @@ def compare(options: argparse.Namespace) -> None:
             remote(**work[0])
             served = drive(lambda arguments, r=remote: r(**arguments), work, clients, options.seconds)
         ratio = round(served["items_per_second"] / inside["items_per_second"], 2)
-        print(json.dumps({"clients": clients, "in_process": inside, "served": served, "throughput_ratio": ratio}), flush=True)
+        print(
+            json.dumps({"clients": clients, "in_process": inside, "served": served, "throughput_ratio": ratio}),
+            flush=True,
+        )
 
 
 def faults(options: argparse.Namespace) -> None:
@@ -171,12 +180,20 @@ def faults(options: argparse.Namespace) -> None:
         for thread in [*threads, *strangers]:
             thread.join()
         text = httpx.get(f"{address}/metrics").text
-    restarts = next(line.split()[-1] for line in text.splitlines() if line.startswith("tpips_reward_worker_restarts_total"))
+    restarts = next(
+        line.split()[-1] for line in text.splitlines() if line.startswith("tpips_reward_worker_restarts_total")
+    )
     lost = sum(number for name, number in counts.items() if name.startswith("lost"))
     p50, p99 = np.percentile(taken, [50, 99])
     print(json.dumps({"clients": options.clients, "seconds": options.seconds, **counts, "lost": lost, "restarts": float(restarts),
                       "p50_ms": round(1000 * p50, 1), "p99_ms": round(1000 * p99, 1)}, indent=1))  # fmt: skip
-    if lost or counts["WRONG"] or counts["misjudged"] or counts["right"] != counts["sent"] or not counts["workers killed"]:
+    if (
+        lost
+        or counts["WRONG"]
+        or counts["misjudged"]
+        or counts["right"] != counts["sent"]
+        or not counts["workers killed"]
+    ):
         sys.exit("failed: something was lost, answered wrongly, or no fault was injected")
 
 
@@ -200,7 +217,9 @@ def connect(address: str) -> socket.socket:
 def slow_client(address: str) -> str | None:
     """A byte now and then, until the server has had enough: 408."""
     with connect(address) as line:
-        line.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n")
+        line.sendall(
+            b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+        )
         for _ in range(4):
             line.sendall(b" ")
             time.sleep(1)
@@ -272,7 +291,9 @@ def adapters(options: argparse.Namespace) -> None:
         begin = time.process_time()
         for _ in range(50):
             call()
-        print(json.dumps({"adapter": name, "batch": count, "ms_per_batch": round(20 * (time.process_time() - begin), 3)}))
+        print(
+            json.dumps({"adapter": name, "batch": count, "ms_per_batch": round(20 * (time.process_time() - begin), 3)})
+        )
 
 
 def main() -> None:

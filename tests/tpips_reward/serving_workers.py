@@ -57,10 +57,6 @@ class LocalWorker:
         self.gate = threading.Event()
         self.gate.set()
 
-    @property
-    def is_alive(self) -> bool:
-        return not self.stopped
-
     def start(self) -> None:
         self.starts += 1
         if self.starts_that_fail:

@@ -72,7 +72,11 @@ def test_neither_aspects_nor_an_instruction():
 
 def test_the_core_refuses_what_would_be_misaligned(reward):
     scorer = EditScorer(reward)
-    for arguments in ((EDITS, SOURCES[:2], PROMPTS), (EDITS, SOURCES, PROMPTS[:2]), (EDITS, SOURCES, PROMPTS, ROWS[:1])):
+    for arguments in (
+        (EDITS, SOURCES[:2], PROMPTS),
+        (EDITS, SOURCES, PROMPTS[:2]),
+        (EDITS, SOURCES, PROMPTS, ROWS[:1]),
+    ):
         with pytest.raises(TPIPSError, match="for 3 images"):
             scorer(*arguments)
     with pytest.raises(TPIPSError, match="Sample 1 has no source"):
@@ -97,9 +101,14 @@ def test_trl_takes_images_messages_and_columns(reward, expected):
     columns = {name: [row[name] for row in ROWS] for name in ("preserve", "target")}
     logged: dict[str, float] = {}
     function = TRLReward(reward)
-    answer = function(prompts=PROMPTS, completions=EDITS, image=SOURCES, **columns, log_metric=logged.__setitem__, trainer_state=None)
+    answer = function(
+        prompts=PROMPTS, completions=EDITS, image=SOURCES, **columns, log_metric=logged.__setitem__, trainer_state=None
+    )
     assert answer == expected and isinstance(answer, list) and "tpips/preserve" in logged
-    chats = [[{"role": "assistant", "content": [{"type": "text", "text": "done"}, {"type": "image", "image": e}]}] for e in EDITS]
+    chats = [
+        [{"role": "assistant", "content": [{"type": "text", "text": "done"}, {"type": "image", "image": e}]}]
+        for e in EDITS
+    ]
     asked = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": p}]}] for p in PROMPTS]
     assert TRLReward(reward, "images")(asked, chats, images=[[s] for s in SOURCES], **columns) == expected
     proposed = TRLReward(reward)(asked, EDITS, image=SOURCES)
@@ -127,7 +136,9 @@ def test_trls_own_trainer_trains_with_it(reward, parity, tmp_path, monkeypatch):
     def draw(completion: str, source: Any) -> Image.Image:
         return picture(sum(completion.encode()) % 100)
 
-    function = TRLReward(reward, "photo", to_image=lambda completion, number: draw(completion, number), preserve=["background"])
+    function = TRLReward(
+        reward, "photo", to_image=lambda completion, number: draw(completion, number), preserve=["background"]
+    )
     inner = function.scorer.reward
 
     def watched(images: Any, references: Any, **aspects: Any) -> Any:
@@ -142,7 +153,11 @@ def test_trls_own_trainer_trains_with_it(reward, parity, tmp_path, monkeypatch):
         logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=Qwen3ForCausalLM(config), reward_funcs=function, args=arguments, train_dataset=data, processing_class=tokenizer
+        model=Qwen3ForCausalLM(config),
+        reward_funcs=function,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer,
     )
     trainer.train()
     log = next(entry for entry in trainer.state.log_history if "reward" in entry)
@@ -177,7 +192,9 @@ def test_flow_grpo_takes_all_its_kinds_of_images(reward, expected):
     for images in (EDITS, arrays, tensors):
         assert score(images, PROMPTS, ROWS, refs).tolist() == expected
     assert score(EDITS, tuple(PROMPTS), ROWS, SOURCES).tolist() == expected
-    half = multi_score("cpu", {"tpips": 0.5, "more": 0.5}, {"tpips": score_factory(reward), "more": score_factory(reward)})
+    half = multi_score(
+        "cpu", {"tpips": 0.5, "more": 0.5}, {"tpips": score_factory(reward), "more": score_factory(reward)}
+    )
     assert half(EDITS, PROMPTS, ROWS, SOURCES).tolist() == expected
 
 
@@ -269,7 +286,9 @@ def verl_calls(function: Any, info: list[dict[str, Any]]) -> list[Any]:
 
         def one(index: int) -> Any:
             image = torch.from_numpy(np.array(EDITS[index])).permute(2, 0, 1)
-            return function(data_source="edits", solution_image=image, ground_truth=PROMPTS[index], extra_info=info[index])
+            return function(
+                data_source="edits", solution_image=image, ground_truth=PROMPTS[index], extra_info=info[index]
+            )
 
         return list(await asyncio.gather(*(loop.run_in_executor(None, one, index) for index in range(len(EDITS)))))
 
@@ -300,7 +319,9 @@ def test_verl_without_a_source_stops(reward):
         function(EDITS[0], "make it red", {})
     with pytest.raises(TPIPSError, match="no bytes"):
         function(EDITS[0], "make it red", {"source_img": {"path": "/x.png"}})
-    answer = function(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "make it red", {"source_img": SOURCES[0], "target_img": SOURCES[1]})
+    answer = function(
+        torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "make it red", {"source_img": SOURCES[0], "target_img": SOURCES[1]}
+    )
     assert set(answer) >= {"score", "preserve"}
 
 
@@ -333,7 +354,9 @@ def test_unirls_remote_backend_gets_its_rewards():
         for key in ("request_id", "sample_id", "group_id", "source_rank", "policy_version", "idempotency_key"):
             assert echoed[key] == sent[key]
     first = [next(iter(row["tpips:preserve"].values())) for row in answer["results"]]  # "first" is its way to reduce
-    wanted = TPIPSReward(metric=TroubleMetric())(EDITS, SOURCES, [r["preserve"] for r in ROWS], [r["target"] for r in ROWS])
+    wanted = TPIPSReward(metric=TroubleMetric())(
+        EDITS, SOURCES, [r["preserve"] for r in ROWS], [r["target"] for r in ROWS]
+    )
     assert first == pytest.approx(wanted.scores.tolist())
 
 

@@ -56,7 +56,11 @@ def test_one_query_is_ranked_by_aspect_minus_three_tenths_of_overall():
 
 
 def test_several_queries_are_added_as_they_are_or_with_the_share_that_is_given():
-    q = [Query("lighting", *unit(2, seed=1)), Query("color", *unit(2, seed=2), weight=0.5), Query("lighting", *unit(2, seed=3), weight=-2)]
+    q = [
+        Query("lighting", *unit(2, seed=1)),
+        Query("color", *unit(2, seed=2), weight=0.5),
+        Query("lighting", *unit(2, seed=3), weight=-2),
+    ]
     images = {"lighting": unit(9, seed=4), "color": unit(9, seed=5), OVERALL: unit(9, seed=6)}
     plain = sum(query.weight * (images[query.aspect] @ query.vector) for query in q)
     np.testing.assert_allclose(scores(combine(q), images), plain, atol=1e-5)
@@ -109,7 +113,9 @@ def test_neighbours_are_exact_for_any_combination(index, metric, photos):
 
 def test_equal_scores_come_in_the_order_of_the_index(tmp_path):
     same = np.tile(unit(1), (6, 1))
-    index = write_index(tmp_path / "i", [f"{n}.png" for n in range(6)], {OVERALL: same}, metric_name="x", probe_vector=same[0])
+    index = write_index(
+        tmp_path / "i", [f"{n}.png" for n in range(6)], {OVERALL: same}, metric_name="x", probe_vector=same[0]
+    )
     assert [item.row for item in index.search({OVERALL: same[0]}, 4)] == [0, 1, 2, 3]
 
 
@@ -132,13 +138,20 @@ def test_another_metrics_vectors_are_refused(index, metric, monkeypatch):
         index.check_metric(metric)
 
 
-def test_a_stopped_build_leaves_nothing(folder, metric, tmp_path):
-    def stop(done: int, total: int) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+def test_a_stopped_build_leaves_nothing(run, folder, metric, tmp_path, monkeypatch):
+    """SIGTERM in the middle, as a scheduler sends it."""
 
-    with pytest.raises(KeyboardInterrupt):
-        build_index(folder, ASPECTS, metric, tmp_path / "index", metric_name="x", batch_images=4, progress=stop)
-    assert list(tmp_path.iterdir()) == []
+    class Stopping:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(metric, name)
+
+        def embed(self, *arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return metric.embed(*arguments)
+
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: Stopping())
+    status, _, err = run("index", folder, "--aspect", "lighting", "--output", tmp_path / "index", "--batch-images", 4)
+    assert status == 130 and "interrupted" in err and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,10 @@ def test_a_stopped_build_leaves_nothing(folder, metric, tmp_path):
     [
         (lambda f: (f / "index.json").unlink(), "is no index"),
         (lambda f: (f / "index.json").write_text("{"), "cannot be read"),
-        (lambda f: (f / "index.json").write_text('{"format": 9, "aspects": [], "files": [], "metric": ""}'), "format 9"),
+        (
+            lambda f: (f / "index.json").write_text('{"format": 9, "aspects": [], "files": [], "metric": ""}'),
+            "format 9",
+        ),
         (lambda f: (f / "vectors-1.npy").unlink(), "cannot be read"),
         (lambda f: np.save(f / "vectors-1.npy", np.zeros((2, 2), np.float32)), "not float32 (12"),
     ],
@@ -187,7 +203,9 @@ def run(capsys, parity):
 
 def test_index_and_search_from_the_command_line(run, folder, parity, tmp_path, metric, photos):
     output = tmp_path / "index"
-    status, out, err = run("index", folder, "--aspect", "lighting", "--output", output, "--metric", parity / "embedding")
+    status, out, err = run(
+        "index", folder, "--aspect", "lighting", "--output", output, "--metric", parity / "embedding"
+    )
     assert status == 0 and "12 images in 2 aspects" in out and "skipped broken.png" in err
     query = folder / "cat" / "cat_0.png"
     status, out, _ = run("search", output, "--query", query, "lighting", "--top", 3, "--json")
@@ -199,7 +217,9 @@ def test_index_and_search_from_the_command_line(run, folder, parity, tmp_path, m
     assert rows[0]["similarities"] == pytest.approx(expected[:1], abs=1e-4)
     status, out, _ = run("search", output, "--query", query, "lighting", "--overall-weight", 0, "--top", 1)
     assert out.split()[1] == "cat/cat_0.png"
-    status, out, _ = run("search", output, "--query", query, "lighting", "2", "--query", query, "overall", "-1", "--json")
+    status, out, _ = run(
+        "search", output, "--query", query, "lighting", "2", "--query", query, "overall", "-1", "--json"
+    )
     assert len(json.loads(out)["results"][0]["similarities"]) == 2
     assert run("index", folder, "--aspect", "lighting", "--output", output, "--metric", parity / "embedding")[0] == 2
     status, _, err = run("search", output, "--query", query, "lighting", "--metric", "builtin:late")

@@ -320,8 +320,16 @@ def test_a_wrong_content_length():
 
 def test_the_token():
     with served(token="secret") as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}, {"Authorization": "secret"}):
-            for response in (client.post("/score", json=request_of(), headers=headers), client.get("/metrics", headers=headers)):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic secret"},
+            {"Authorization": "secret"},
+        ):
+            for response in (
+                client.post("/score", json=request_of(), headers=headers),
+                client.get("/metrics", headers=headers),
+            ):
                 assert_error(response, 401, "unauthorized")
                 assert response.headers["WWW-Authenticate"] == "Bearer"
         good = {"Authorization": "Bearer secret"}
@@ -340,7 +348,9 @@ def test_a_server_without_workers():
         create_app([])
 
 
-@pytest.mark.parametrize("fields", [{"batch": 0}, {"pixels": float("inf")}, {"queue": 3, "items": 4}, {"open_bytes": 5}])
+@pytest.mark.parametrize(
+    "fields", [{"batch": 0}, {"pixels": float("inf")}, {"queue": 3, "items": 4}, {"open_bytes": 5}]
+)
 def test_limits_that_are_none(fields):
     with pytest.raises(TPIPSError, match=next(iter(fields))):
         Limits(**fields)

@@ -65,7 +65,9 @@ def test_one_bad_item_does_not_harm_the_batch_that_it_shares():
     worker = LocalWorker()
     with running([worker]) as address, ThreadPoolExecutor(5) as pool:
         worker.gate.clear()
-        calls = [pool.submit(post, address, request_of(2, preserve=["explode" if n == 2 else "lighting"])) for n in range(5)]
+        calls = [
+            pool.submit(post, address, request_of(2, preserve=["explode" if n == 2 else "lighting"])) for n in range(5)
+        ]
         wait_for(lambda: queued(address) == 10)
         worker.gate.set()
         for n, call in enumerate(calls):
@@ -124,7 +126,9 @@ def test_a_slow_client_gets_408_and_others_do_not_wait_for_it():
     with running([LocalWorker()], limits=Limits(body_seconds=0.5)) as address:
         parts = urlsplit(address)
         with socket.create_connection((parts.hostname, parts.port)) as slow:
-            slow.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            slow.sendall(
+                b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
             assert scores(post(address, request_of(2))) == pytest.approx(expected_scores(2))
             slow.settimeout(10)
             answer = b""
@@ -156,7 +160,11 @@ def test_an_item_that_kills_the_worker_each_time_is_given_up():
     worker.deaths_left = 1 + DEATHS_OF_AN_ITEM
     with running([worker]) as address:
         rows = post(address, request_of(2)).json()["results"]
-    assert rows[0]["score"] is None and rows[0]["error"]["status"] == 500 and "died each time" in rows[0]["error"]["message"]
+    assert (
+        rows[0]["score"] is None
+        and rows[0]["error"]["status"] == 500
+        and "died each time" in rows[0]["error"]["message"]
+    )
     assert rows[1]["score"] == pytest.approx(expected_scores(2)[1])
 
 
@@ -190,7 +198,9 @@ def test_health_says_when_no_worker_can_score(monkeypatch):
     with running([worker]) as address:
         assert post(address, request_of(1)).status_code == 503
         health = httpx.get(f"{address}/health")
-        assert health.status_code == 503 and health.json()["status"] == "unavailable" and "Retry-After" in health.headers
+        assert (
+            health.status_code == 503 and health.json()["status"] == "unavailable" and "Retry-After" in health.headers
+        )
 
 
 def test_a_server_that_stops_answers_what_it_accepted():

@@ -231,7 +231,15 @@ def test_bad_input_never_reaches_the_server():
 
 @pytest.mark.parametrize(
     "address",
-    ["http://host", "remote:", "remote:ftp://x", "remote:http://", "remote:http://x:99999", "remote:http://u:p@x", "remote:http://x?y"],
+    [
+        "http://host",
+        "remote:",
+        "remote:ftp://x",
+        "remote:http://",
+        "remote:http://x:99999",
+        "remote:http://u:p@x",
+        "remote:http://x?y",
+    ],
 )
 def test_addresses_that_are_none(address):
     with pytest.raises(TPIPSError):

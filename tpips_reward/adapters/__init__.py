@@ -3,6 +3,6 @@
 None of these files imports the trainer it serves; `docs/integrations.md` shows each in use.
 """
 
-from tpips_reward.adapters.core import Aspects, EditScorer, aspects_of
+from tpips_reward.adapters.core import EditScorer, SampleAspects, aspects_of
 
-__all__ = ["Aspects", "EditScorer", "aspects_of"]
+__all__ = ["EditScorer", "SampleAspects", "aspects_of"]

@@ -22,7 +22,7 @@ RewardCall = Callable[..., RewardOutput]
 
 
 @dataclass(frozen=True)
-class Aspects:
+class SampleAspects:
     """The aspects of one sample."""
 
     preserve: tuple[str, ...]
@@ -31,7 +31,7 @@ class Aspects:
 
 def aspects_of(
     prompt: str, metadata: Mapping[str, Any] | str | None, preserve: Sequence[str] = (), target: Sequence[str] = ()
-) -> Aspects:
+) -> SampleAspects:
     """The aspects of one sample; see the module's docstring.
 
     Args:
@@ -45,11 +45,11 @@ def aspects_of(
     own = _object(metadata)
     kept, changed = _names(own, "preserve") or tuple(preserve), _names(own, "target") or tuple(target)
     if kept or changed:
-        return Aspects(kept, changed)
+        return SampleAspects(kept, changed)
     if not isinstance(prompt, str) or not prompt.strip():
         raise TPIPSError(f"A sample names no aspects and its prompt is {prompt!r}; give preserve and target aspects.")
     proposal = propose(prompt)
-    return Aspects(proposal.preserve, proposal.target)
+    return SampleAspects(proposal.preserve, proposal.target)
 
 
 def _object(metadata: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
@@ -109,7 +109,9 @@ class EditScorer:
                 raise TPIPSError(f"{name} has {len(values)} entries for {count} images; give one each.")
         for index, source in enumerate(sources):
             if source is None:
-                raise TPIPSError(f"Sample {index} has no source image; an edit is scored against what it was made from.")
+                raise TPIPSError(
+                    f"Sample {index} has no source image; an edit is scored against what it was made from."
+                )
         rows = metadata if metadata is not None else [None] * count
         aspects = [
             aspects_of(prompt, row, self.preserve, self.target) for prompt, row in zip(prompts, rows, strict=True)
@@ -123,5 +125,7 @@ class EditScorer:
         )
         for index, score in enumerate(output.scores.detach().tolist()):
             if not math.isfinite(score):
-                raise TPIPSError(f"The reward gave {score} for sample {index}; training on it would spread it: stopped.")
+                raise TPIPSError(
+                    f"The reward gave {score} for sample {index}; training on it would spread it: stopped."
+                )
         return output

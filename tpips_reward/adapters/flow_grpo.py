@@ -23,7 +23,10 @@ ScoreFunction = Callable[..., tuple[np.ndarray, dict[str, Any]]]
 
 
 def score_factory(
-    reward: str | RewardCall = "tpips:preserve", preserve: Sequence[str] = (), target: Sequence[str] = (), **options: Any
+    reward: str | RewardCall = "tpips:preserve",
+    preserve: Sequence[str] = (),
+    target: Sequence[str] = (),
+    **options: Any,
 ) -> Callable[..., ScoreFunction]:
     """A factory as the family's dict of scores holds them: `score_functions["tpips"] = score_factory(...)`.
 

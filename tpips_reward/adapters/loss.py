@@ -1,4 +1,4 @@
-"""A training loss: minus the reward, with the gradient to the edited pixels (DRaFT, ReFL, AlignProp, editors with a pixel loss)."""
+"""A training loss: minus the reward, with the gradient to the edited pixels (DRaFT, ReFL, AlignProp, a pixel loss)."""
 
 from __future__ import annotations
 

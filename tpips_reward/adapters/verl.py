@@ -19,7 +19,10 @@ from tpips_reward.serving.client import RemoteReward
 
 
 def compute_score_function(
-    reward: str | RewardCall = "tpips:preserve", preserve: Sequence[str] = (), target: Sequence[str] = (), **options: Any
+    reward: str | RewardCall = "tpips:preserve",
+    preserve: Sequence[str] = (),
+    target: Sequence[str] = (),
+    **options: Any,
 ) -> Callable[..., dict[str, float]]:
     """The function that `reward.custom_reward_function` names.
 
@@ -46,7 +49,9 @@ def compute_score_function(
         info = extra_info or {}
         source = image_of(info.get("source_img"))
         if source is None:
-            raise TPIPSError("extra_info has no 'source_img'; put the image that was edited there when preparing the data.")
+            raise TPIPSError(
+                "extra_info has no 'source_img'; put the image that was edited there when preparing the data."
+            )
         edit = solution_image[0] if getattr(solution_image, "ndim", 3) == 4 else solution_image
         prompt = info.get("instruction") or ground_truth or ""
         ideal = image_of(info.get("target_img"))
@@ -67,5 +72,7 @@ def image_of(given: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
     if not isinstance(given.get("bytes"), bytes):
-        raise TPIPSError(f"An image of extra_info holds {sorted(given)} and no bytes; store the encoded image in the data.")
+        raise TPIPSError(
+            f"An image of extra_info holds {sorted(given)} and no bytes; store the encoded image in the data."
+        )
     return decode(given["bytes"], "source_img")

@@ -12,7 +12,9 @@ def add_index_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--aspect", action="append", default=[], required=True,
                          help="to search in later; may be repeated (overall is always there)")  # fmt: skip
     command.add_argument("--output", type=Path, required=True, help="folder of the index")
-    command.add_argument("--metric", default="builtin:late", help="a late-fusion metric: builtin:late, released:late ...")
+    command.add_argument(
+        "--metric", default="builtin:late", help="a late-fusion metric: builtin:late, released:late ..."
+    )
     command.add_argument("--batch-images", type=int, default=32, help="images in one call of the metric (default: 32)")
     command.add_argument("--overwrite", action="store_true", help="replace an index that is there")
 

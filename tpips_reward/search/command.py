@@ -13,6 +13,7 @@ from tpips_reward.evaluation.image_files import ImageFile, decode
 from tpips_reward.metric import Metric
 from tpips_reward.search.index import Found, Index, build_index, check_aspects, image_files
 from tpips_reward.search.ranking import OVERALL, Query, combine
+from tpips_reward.stopping import StopSignal
 
 
 def run_index(options: argparse.Namespace, load: Callable[[], Metric]) -> None:
@@ -20,19 +21,29 @@ def run_index(options: argparse.Namespace, load: Callable[[], Metric]) -> None:
 
     Raises:
         TPIPSError: as `build_index`.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; nothing is written then.
     """
     check_aspects(options.aspect)
     image_files(options.images)
-    index = build_index(
-        options.images,
-        options.aspect,
-        load(),
-        options.output,
-        metric_name=options.metric,
-        batch_images=options.batch_images,
-        overwrite=options.overwrite,
-        progress=_bar if sys.stderr.isatty() else None,
-    )
+    metric = load()
+    with StopSignal(first="nothing is written") as stop:
+
+        def progress(done: int, total: int) -> None:
+            if stop.requested:
+                raise KeyboardInterrupt
+            if sys.stderr.isatty():
+                print(f"\r{done} of {total} images", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+        index = build_index(
+            options.images,
+            options.aspect,
+            metric,
+            options.output,
+            metric_name=options.metric,
+            batch_images=options.batch_images,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
     print(f"{len(index)} images in {len(index.aspects)} aspects ({', '.join(index.aspects)}): {options.output}")
     for label, reason in index.info["skipped"].items():
         print(f"skipped {label}: {reason}", file=sys.stderr)
@@ -90,8 +101,3 @@ def parse_query(words: Sequence[str], index: Index) -> tuple[Path, str, float]:
     except ValueError:
         raise TPIPSError(f"The weight {words[2]!r} of --query {words[0]} is no number.") from None
     return Path(words[0]), index.check_aspect(words[1]), weight
-
-
-def _bar(done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    print(f"\r{done} of {total} images", end=end, file=sys.stderr, flush=True)

@@ -26,7 +26,6 @@ from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decod
 from tpips_reward.files import write_text
 from tpips_reward.metric import Metric
 from tpips_reward.search.ranking import OVERALL
-from tpips_reward.stopping import StopSignal
 
 FORMAT_VERSION = 1
 CHUNK_ROWS = 65536
@@ -156,16 +155,17 @@ def build_index(
         metric: late fusion.
         output: appears whole or not at all.
         metric_name: by which `search` finds the metric again.
-        progress: called with the images done and all of them.
+        progress: called with the images done and all of them after each batch; what it raises ends the build.
 
     Raises:
         TPIPSError: no images, bad aspects, a metric without embeddings, an output that is there. Files that are no
-            images are skipped, and named in index.json.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; nothing is left then.
+            images are skipped, and named in index.json. After any error nothing is left.
     """
     names = check_aspects(aspects)
     if not hasattr(metric.fusion, "embed"):
-        raise TPIPSError(f"{metric_name!r} is of {metric.fusion.kind} fusion, which has no embeddings; use late fusion.")
+        raise TPIPSError(
+            f"{metric_name!r} is of {metric.fusion.kind} fusion, which has no embeddings; use late fusion."
+        )
     for name in names:
         metric.check_aspect(name)
     if batch_images < 1:
@@ -174,11 +174,9 @@ def build_index(
     _check_output(output, overwrite)
     skipped: dict[str, str] = {}
     kept: list[str] = []
-    with _Staged(output) as staging, StopSignal(first="nothing is written") as stop:
+    with _Staged(output) as staging:
         arrays: list[np.ndarray] = []
         for start in range(0, len(files), batch_images):
-            if stop.requested:
-                raise KeyboardInterrupt
             batch = {}
             for path in files[start : start + batch_images]:
                 label = path.relative_to(images).as_posix()
@@ -227,7 +225,9 @@ def write_index(
 def probe(metric: Metric) -> np.ndarray:
     """(D,) float32: the overall embedding of a fixed image, two crossed ramps of 64 x 64 pixels."""
     ramp = np.linspace(0, 255, 64).astype(np.uint8)
-    image = np.stack([np.tile(ramp, (64, 1)), np.tile(ramp[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], axis=2)
+    image = np.stack(
+        [np.tile(ramp, (64, 1)), np.tile(ramp[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], axis=2
+    )
     return metric.embed(image, OVERALL)[0].float().cpu().numpy()
 
 

@@ -130,7 +130,9 @@ class _Service:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
-            raise RequestError(401, "unauthorized", "The token is missing or wrong; send 'Authorization: Bearer TOKEN'.")
+            raise RequestError(
+                401, "unauthorized", "The token is missing or wrong; send 'Authorization: Bearer TOKEN'."
+            )
 
     async def answer(self, request: Request, parse: Callable[[bytes, list[bytes] | None], Wanted]) -> Response:
         """A request's whole way; every failure is a JSON error with its status."""
@@ -151,7 +153,9 @@ class _Service:
         self.authorize(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "multipart/form-data"):
-            raise RequestError(415, "bad_body", f"Content-Type is {kind!r}; send application/json or multipart/form-data.")
+            raise RequestError(
+                415, "bad_body", f"Content-Type is {kind!r}; send application/json or multipart/form-data."
+            )
         async with self.bodies.read(request) as body:
             files = None
             if kind == "multipart/form-data":
@@ -196,7 +200,9 @@ def _sizes(wanted: Wanted, limit: int) -> list[int | RequestError]:
     sizes: list[int | RequestError] = []
     for index, content in enumerate(wanted.images):
         try:
-            sizes.append(content if isinstance(content, RequestError) else image_pixels(content, f"image {index}", limit))
+            sizes.append(
+                content if isinstance(content, RequestError) else image_pixels(content, f"image {index}", limit)
+            )
         except RequestError as error:
             sizes.append(error)
     return sizes
@@ -279,5 +285,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
     kind = {404: "not_found", 405: "wrong_method"}.get(error.status_code, "refused")
-    message = f"{request.method} {request.url.path}: {error.detail}; there are GET /health, /metrics, POST /score, /compute."
+    message = (
+        f"{request.method} {request.url.path}: {error.detail}; there are GET /health, /metrics, POST /score, /compute."
+    )
     return _refusal(RequestError(error.status_code, kind, message))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds everything but --device, --dtype and --revision, which all commands share."""
-    command.add_argument("--reward", default="tpips:preserve", help="for requests that name none (default: tpips:preserve)")
+    command.add_argument(
+        "--reward", default="tpips:preserve", help="for requests that name none (default: tpips:preserve)"
+    )
     command.add_argument(
         "--metric", default="builtin:late", help="builtin:late, released:late (mid, early), a Hub id or a folder"
     )

@@ -34,9 +34,6 @@ class Worker(Protocol):
 
     facts: dict[str, Any]
 
-    @property
-    def is_alive(self) -> bool: ...
-
     def start(self) -> None: ...
 
     def score(self, items: Sequence[Item]) -> list[Answer]: ...

@@ -92,7 +92,9 @@ async def read_multipart(request: Request, body: bytes, items: int) -> tuple[byt
             content = part.encode() if isinstance(part, str) else await part.read()
             target: Any = {"request": fields, "images": files}.get(name)
             if target is None or (name == "images" and isinstance(part, str)):
-                raise RequestError(422, "bad_request", f"The part {name!r} is unknown; send `request` and files `images`.")
+                raise RequestError(
+                    422, "bad_request", f"The part {name!r} is unknown; send `request` and files `images`."
+                )
             target.append(content)
     finally:
         await form.close()

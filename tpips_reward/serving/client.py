@@ -126,7 +126,10 @@ class RemoteReward:
         Raises:
             TPIPSError: as said.
         """
-        lists = {"preserve": aspect_lists([list(preserve)], 1, "preserve"), "target": aspect_lists([list(target)], 1, "target")}
+        lists = {
+            "preserve": aspect_lists([list(preserve)], 1, "preserve"),
+            "target": aspect_lists([list(target)], 1, "target"),
+        }
         check_disjoint(lists["preserve"], lists["target"])
         for kind, names in lists.items():
             if self.requires(kind) and not names[0]:
@@ -151,13 +154,18 @@ class RemoteReward:
         if not count:
             raise TPIPSError("images is empty; a reward needs at least one edit.")
         sources = one_each(image_list(references), count, "references")
-        ideals = [None] * count if target_images is None else one_each(image_list(target_images), count, "target_images")
+        ideals = (
+            [None] * count if target_images is None else one_each(image_list(target_images), count, "target_images")
+        )
         kept, changed = aspect_lists(preserve, count, "preserve"), aspect_lists(target, count, "target")
         check_disjoint(kept, changed)
         table = _Table(self.value_range)
         rows: list[dict[str, Any]] = []
         for index in range(count):
-            row = {"image": table.add(edits[index], "images", index), "source": table.add(sources[index], "references", index)}
+            row = {
+                "image": table.add(edits[index], "images", index),
+                "source": table.add(sources[index], "references", index),
+            }
             if ideals[index] is not None:
                 row["target_image"] = table.add(ideals[index], "target_images", index)
             rows.append({**row, "preserve": kept[index], "target": changed[index]})
@@ -170,7 +178,9 @@ class RemoteReward:
         """One request; only the images that its rows name travel."""
         used = sorted({row[role] for row in rows for role in ("image", "source", "target_image") if role in row})
         place = {index: position for position, index in enumerate(used)}
-        items = [{k: place[v] if k in ("image", "source", "target_image") else v for k, v in row.items()} for row in rows]
+        items = [
+            {k: place[v] if k in ("image", "source", "target_image") else v for k, v in row.items()} for row in rows
+        ]
         request: dict[str, Any] = {"items": items}
         if self.reward is not None:
             request["reward"] = self.reward
@@ -185,7 +195,9 @@ class RemoteReward:
                 raise RemoteRewardError(f"{self.address} cannot score sample {first + index}: {error.get('message')}")
             score = result.get("score")
             if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-                raise RemoteRewardError(f"{self.address} gave {score!r} for sample {first + index}; no score is made of it.")
+                raise RemoteRewardError(
+                    f"{self.address} gave {score!r} for sample {first + index}; no score is made of it."
+                )
         return results
 
     def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:

@@ -32,7 +32,9 @@ def run_serve(options: argparse.Namespace) -> None:
 
         from tpips_reward.serving.app import create_app
     except ModuleNotFoundError as error:
-        raise TPIPSError(f"serve needs {error.name}, which is not installed; pip install 'tpips-reward[serve]'.") from None
+        raise TPIPSError(
+            f"serve needs {error.name}, which is not installed; pip install 'tpips-reward[serve]'."
+        ) from None
 
     # everything that can be wrong before the metric is loaded
     parse_reward(options.reward)

@@ -115,9 +115,7 @@ def parse_history(content: Any, limit: int) -> Wanted:
             )
         prompt = turns[1].text or turns[0].text or ""
         for _, reward in wanted:
-            items.append(
-                _item(images, reward, prompt, turns[1].image_b64, turns[0].image_b64, given.metadata, index)
-            )
+            items.append(_item(images, reward, prompt, turns[1].image_b64, turns[0].image_b64, given.metadata, index))
     version = tpips_reward.__version__
 
     def render(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -150,9 +148,7 @@ class _Images:
         return self._index[key]
 
 
-def _item(
-    images: _Images, reward: str, prompt: str, edit: Any, source: Any, metadata: Any, index: int
-) -> WantedItem:
+def _item(images: _Images, reward: str, prompt: str, edit: Any, source: Any, metadata: Any, index: int) -> WantedItem:
     places = images.add(edit, f"image {index}"), images.add(source, f"the source of image {index}")
     try:
         aspects = aspects_of(prompt, metadata)

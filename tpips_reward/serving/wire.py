@@ -103,7 +103,12 @@ def attempt(text: object, label: str) -> bytes | RequestError:
 
 
 def checked_item(
-    reward: str, image: int, source: int, preserve: Sequence[str], target: Sequence[str], target_image: int | None = None
+    reward: str,
+    image: int,
+    source: int,
+    preserve: Sequence[str],
+    target: Sequence[str],
+    target_image: int | None = None,
 ) -> WantedItem:
     """An item whose aspects are cleaned; with the error in it where they cannot be scored."""
     try:
@@ -122,7 +127,9 @@ def _check_sizes(aspects: list[str]) -> None:
         raise bad_field(f"The item has {len(aspects)} aspects; at most {MAX_ASPECTS} are scored.")
     for aspect in aspects:
         if len(aspect) > MAX_ASPECT_LETTERS:
-            raise bad_field(f"The aspect {aspect[:40]!r}... has {len(aspect)} letters; an aspect is a short noun phrase.")
+            raise bad_field(
+                f"The aspect {aspect[:40]!r}... has {len(aspect)} letters; an aspect is a short noun phrase."
+            )
 
 
 def _check_needs(reward: str, kept: list[str], changed: list[str]) -> None:

@@ -11,12 +11,12 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from tpips_reward.adapters.core import RewardCall
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.reward import RewardOutput, TPIPSReward
+from tpips_reward.rewards.reward import TPIPSReward
 from tpips_reward.serving.errors import RequestError, bad_field
 from tpips_reward.serving.items import Answer, Item, split_output
 
-RewardCall = Callable[..., RewardOutput]
 LOAD_SECONDS = 3600.0  # 16 GB from a slow disk
 
 

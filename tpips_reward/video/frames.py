@@ -91,7 +91,9 @@ def _file(path: Path, every: int) -> Iterator[Frame]:
                 time = frame.time if frame.time is not None else 0.0
                 first = time if first is None else first
                 if (count - 1) % every == 0:
-                    yield Frame(count - 1, time - first, to_tensors([frame.to_image()], name=f"{path}, frame {count - 1}")[0])
+                    yield Frame(
+                        count - 1, time - first, to_tensors([frame.to_image()], name=f"{path}, frame {count - 1}")[0]
+                    )
     except (av.error.FFmpegError, OSError, ValueError) as error:
         if isinstance(error, TPIPSError):
             raise

@@ -28,7 +28,9 @@ class Timeline:
     similarities: Tensor
 
 
-def measure(frames: Iterable[Frame], reference: Tensor, aspects: Sequence[str], metric: Any, batch: int = 32) -> Timeline:
+def measure(
+    frames: Iterable[Frame], reference: Tensor, aspects: Sequence[str], metric: Any, batch: int = 32
+) -> Timeline:
     """f(frame, reference | aspect) for every frame and aspect.
 
     Args:
