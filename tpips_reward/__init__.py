@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tpips_reward.checkpoints import load_metric
     from tpips_reward.metric import Metric
     from tpips_reward.rewards import RewardOutput, TPIPSReward
+    from tpips_reward.rewards.loading import load_reward
+    from tpips_reward.serving.client import RemoteReward
 
 try:
     __version__ = version("tpips-reward")
@@ -23,12 +25,23 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 _HOMES = {
     "Metric": "tpips_reward.metric",
+    "RemoteReward": "tpips_reward.serving.client",
     "RewardOutput": "tpips_reward.rewards",
     "TPIPSReward": "tpips_reward.rewards",
     "load_metric": "tpips_reward.checkpoints",
+    "load_reward": "tpips_reward.rewards.loading",
 }
 
-__all__ = ["Metric", "RewardOutput", "TPIPSError", "TPIPSReward", "__version__", "load_metric"]
+__all__ = [
+    "Metric",
+    "RemoteReward",
+    "RewardOutput",
+    "TPIPSError",
+    "TPIPSReward",
+    "__version__",
+    "load_metric",
+    "load_reward",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,10 @@ tpips-reward score a.png b.png --aspect lighting --aspect "subject color"
 tpips-reward score pairs.csv --aspect lighting --json
 tpips-reward info builtin:late
 tpips-reward evaluate edits.jsonl --output report
+tpips-reward serve --reward tpips:preserve --port 8000
+tpips-reward index photos --aspect lighting --output photos.index
+tpips-reward search photos.index --query a.png lighting
+tpips-reward video clip.mp4 --aspect "cup handle position" --output clip
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 import tpips_reward
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.arguments import add_arguments
+from tpips_reward.search.arguments import add_index_arguments, add_search_arguments
+from tpips_reward.serving.arguments import add_arguments as add_serve_arguments
+from tpips_reward.video.arguments import add_arguments as add_video_arguments
 
 if TYPE_CHECKING:
     from tpips_reward.metric import Metric
@@ -52,7 +59,23 @@ def build_parser() -> argparse.ArgumentParser:
     add_arguments(evaluate)
     evaluate.set_defaults(run=run_evaluate)
 
-    for command in (score, info, evaluate):
+    serve = commands.add_parser("serve", help="the reward over HTTP, for trainers on other machines")
+    add_serve_arguments(serve)
+    serve.set_defaults(run=run_serve)
+
+    index = commands.add_parser("index", help="embed a folder of images in several aspects, for search")
+    add_index_arguments(index)
+    index.set_defaults(run=run_index)
+
+    search = commands.add_parser("search", help="find images that are like others in chosen aspects")
+    add_search_arguments(search)
+    search.set_defaults(run=run_search)
+
+    video = commands.add_parser("video", help="similarity to one frame over time, in several aspects")
+    add_video_arguments(video)
+    video.set_defaults(run=run_video)
+
+    for command in (score, info, evaluate, serve, index, search, video):
         command.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: the GPU if there is one)")
         command.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on the CPU, else bfloat16)")
         command.add_argument("--revision", help="branch, tag or commit of a Hub repository")
@@ -171,6 +194,34 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from tpips_reward.evaluation import command
 
     command.run_evaluate(options, lambda: _load(options))
+
+
+def run_serve(options: argparse.Namespace) -> None:
+    """The command `serve`."""
+    from tpips_reward.serving import command
+
+    command.run_serve(options)
+
+
+def run_index(options: argparse.Namespace) -> None:
+    """The command `index`."""
+    from tpips_reward.search import command
+
+    command.run_index(options, lambda: _load(options))
+
+
+def run_search(options: argparse.Namespace) -> None:
+    """The command `search`."""
+    from tpips_reward.search import command
+
+    command.run_search(options, lambda name: _load(argparse.Namespace(**{**vars(options), "metric": name})))
+
+
+def run_video(options: argparse.Namespace) -> None:
+    """The command `video`."""
+    from tpips_reward.video import command
+
+    command.run_video(options, lambda: _load(options))
 
 
 def _load(options: argparse.Namespace) -> Metric:

@@ -22,10 +22,12 @@ class StopSignal:
 
     Args:
         alone: whether :meth:`check` raises; with several processes they have to agree first.
+        first: what happens before the job ends, for the line that a signal prints.
     """
 
-    def __init__(self, alone: bool = True) -> None:
+    def __init__(self, alone: bool = True, first: str = "a checkpoint is written first") -> None:
         self._alone = alone
+        self._line = f"\nStopping: {first}; once more stops at once.\n".encode()
         self._signalled = False
         self._launcher = _launcher()
         self._old: dict[int, Any] = {}
@@ -49,7 +51,7 @@ class StopSignal:
             raise KeyboardInterrupt
         self._signalled = True
         # os.write, for a print may be interrupted by this very handler.
-        os.write(2, b"\nStopping: a checkpoint is written first; once more stops at once.\n")
+        os.write(2, self._line)
 
     def check(self) -> None:
         """Raises Interrupted when a stop was asked for, and no other process has to agree."""

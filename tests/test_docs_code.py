@@ -1,0 +1,97 @@
+"""Every Python block of README.md and docs/ runs, or says why it does not: a comment `<!-- not run: reason -->` before it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tpips_reward.scenes import render, sample_edit
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "tpips_reward"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_EXCUSE = re.compile(r"<!-- not run: ([^>]+?) -->\s*\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """code: of a fence; line: where it begins; excuse: why it does not run, or empty."""
+
+    code: str
+    line: int
+    excuse: str
+
+
+def python_blocks(text: str) -> list[Block]:
+    found = []
+    for match in _FENCE.finditer(text):
+        if match[1] in ("python", "py", "python3", "pycon"):
+            before = text[: match.start()]
+            excuse = _EXCUSE.search(before)
+            found.append(Block(match[2], before.count("\n") + 2, excuse[1] if excuse else ""))
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """An address that answers, for the pages that ask one."""
+    from serving_workers import LocalWorker, running
+
+    with running([LocalWorker()]) as address:
+        yield f"remote:{address}"
+
+
+def names(tmp_path: Path, server: str) -> dict[str, Any]:
+    """What the pages use without making it: images, instructions, and where the trainers keep things."""
+    rng = np.random.default_rng(0)
+    edits = [sample_edit(rng) for _ in range(2)]
+    sources = [Image.fromarray(render(edit.source, 64)) for edit in edits]
+    results = [Image.fromarray(render(edit.ideal, 64)) for edit in edits]
+    (tmp_path / "photos").mkdir()
+    for number, image in enumerate([*sources, *results]):
+        image.save(tmp_path / "photos" / f"{number}.png")
+    return {
+        "__name__": "docs",
+        "edits": results, "source": sources[0], "sources": sources, "a": results, "b": sources,
+        "prompts": ["make the car red"] * 2, "metadata": [{"preserve": ["background"], "target": ["car color"]}] * 2,
+        "decoded": torch.rand(2, 3, 64, 64, requires_grad=True), "originals": torch.rand(2, 3, 64, 64),
+        "score_functions": {}, "address": server,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_of_a_page_runs(page, tmp_path, server, monkeypatch):
+    """The blocks of a page run in order, in one namespace, in an empty folder."""
+    blocks = python_blocks(page.read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    namespace = names(tmp_path, server)
+    for block in blocks:
+        ast.parse(block.code)  # also where it does not run
+        if not block.excuse:
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)  # noqa: S102 - our own pages
+
+
+def test_there_is_code_and_the_parser_finds_it():
+    count = {page.name: len(python_blocks(page.read_text(encoding="utf-8"))) for page in PAGES}
+    assert count["README.md"] >= 2 and count["integrations.md"] >= 6 and sum(count.values()) >= 12
+    text = "x\n\n<!-- not run: no GPU -->\n```python\n1/0\n```\n\n```bash\nls\n```\n\n```python\ny = 1\n```\n"
+    assert [(block.code, block.excuse, block.line) for block in python_blocks(text)] == [
+        ("1/0\n", "no GPU", 5),
+        ("y = 1\n", "", 13),
+    ]
+
+
+def test_no_integration_takes_ten_lines():
+    for block in python_blocks((ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")):
+        assert len(block.code.strip().splitlines()) < 10

@@ -1,0 +1,252 @@
+"""Search by aspect: the paper's ranking, exact neighbours, and indexes that are whole, checked and of one metric."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tpips_reward.cli import main
+from tpips_reward.errors import TPIPSError
+from tpips_reward.search.index import Index, build_index, probe, write_index
+from tpips_reward.search.ranking import OVERALL, Query, combine, scores
+
+ASPECTS = ["lighting", "background color"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, photos) -> Path:
+    """Twelve images in two folders, and two files that are none."""
+    home = tmp_path_factory.mktemp("photos")
+    for name, photo in photos.items():
+        path = home / name.split("_")[0] / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        photo.save(path)
+    (home / "broken.png").write_bytes(b"no image")
+    (home / "cat" / "cut.jpg").write_bytes((home / "cat" / "cat_0.png").read_bytes()[:300])
+    (home / "notes.txt").write_text("not even called an image")
+    return home
+
+
+@pytest.fixture(scope="module")
+def index(folder, metric, tmp_path_factory) -> Index:
+    output = tmp_path_factory.mktemp("out") / "index"
+    return build_index(folder, ASPECTS, metric, output, metric_name="parity", batch_images=5)
+
+
+def unit(count: int, width: int = 8, seed: int = 0) -> np.ndarray:
+    vectors = np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+# --- the formula
+
+
+def test_one_query_is_ranked_by_aspect_minus_three_tenths_of_overall():
+    aspect, overall, images = unit(1)[0], unit(1, seed=1)[0], {"lighting": unit(20, seed=2), OVERALL: unit(20, seed=3)}
+    combined = combine([Query("lighting", aspect, overall)])
+    expected = images["lighting"] @ aspect - 0.3 * (images[OVERALL] @ overall)
+    np.testing.assert_allclose(scores(combined, images), expected, atol=1e-6)
+
+
+def test_several_queries_are_added_as_they_are_or_with_the_share_that_is_given():
+    q = [
+        Query("lighting", *unit(2, seed=1)),
+        Query("color", *unit(2, seed=2), weight=0.5),
+        Query("lighting", *unit(2, seed=3), weight=-2),
+    ]
+    images = {"lighting": unit(9, seed=4), "color": unit(9, seed=5), OVERALL: unit(9, seed=6)}
+    plain = sum(query.weight * (images[query.aspect] @ query.vector) for query in q)
+    np.testing.assert_allclose(scores(combine(q), images), plain, atol=1e-5)
+    assert OVERALL not in combine(q)
+    shared = plain - 0.1 * sum(query.weight * (images[OVERALL] @ query.overall) for query in q)
+    np.testing.assert_allclose(scores(combine(q, 0.1), images), shared, atol=1e-5)
+
+
+def test_overall_itself_may_be_asked_for():
+    vector = unit(1)[0]
+    np.testing.assert_allclose(combine([Query(OVERALL, vector, vector)])[OVERALL], 0.7 * vector, atol=1e-6)
+
+
+@pytest.mark.parametrize(("weight", "share"), [(0.0, None), (float("nan"), None), (1.0, float("inf"))])
+def test_weights_that_are_none(weight, share):
+    with pytest.raises(TPIPSError, match="give a number"):
+        combine([Query("lighting", unit(1)[0], unit(1)[0], weight)], share)
+    with pytest.raises(TPIPSError, match="at least one query"):
+        combine([])
+
+
+# --- the index
+
+
+def test_the_index_holds_the_metrics_own_embeddings(index, folder, metric, photos):
+    assert index.aspects == [OVERALL, *ASPECTS] and len(index) == 12
+    assert set(index.info["skipped"]) == {"broken.png", "cat/cut.jpg"}
+    row = index.files.index("coffee/coffee_1.png")
+    wanted = metric.embed(photos["coffee_1"], index.aspects)[0]
+    for k, aspect in enumerate(index.aspects):
+        torch.testing.assert_close(torch.tensor(index.vectors(aspect)[row]), wanted[k], atol=1e-5, rtol=0)
+    assert not list(index.folder.parent.glob(".tmp-*"))
+
+
+def test_neighbours_are_exact_for_any_combination(index, metric, photos):
+    lighting, color, overall = metric.embed(photos["cat_2"], ["lighting", "background color", OVERALL])[0].numpy()
+    for queries, share in (
+        ([Query("lighting", lighting, overall)], None),
+        ([Query("lighting", lighting, overall), Query("background color", color, overall, 0.5)], None),
+        ([Query("background color", color, overall, -1.0)], 0.2),
+    ):
+        combined = combine(queries, share)
+        wanted = scores(combined, {aspect: index.vectors(aspect) for aspect in combined})
+        found = index.search(combined, 5)
+        np.testing.assert_allclose([item.score for item in found], np.sort(wanted)[::-1][:5], atol=1e-5)
+        assert [wanted[item.row] for item in found] == pytest.approx([item.score for item in found], abs=1e-5)
+        assert index.files[found[0].row] == found[0].file
+    assert len(index.search(combined, 100)) == 12
+
+
+def test_equal_scores_come_in_the_order_of_the_index(tmp_path):
+    same = np.tile(unit(1), (6, 1))
+    index = write_index(
+        tmp_path / "i", [f"{n}.png" for n in range(6)], {OVERALL: same}, metric_name="x", probe_vector=same[0]
+    )
+    assert [item.row for item in index.search({OVERALL: same[0]}, 4)] == [0, 1, 2, 3]
+
+
+def test_only_the_aspects_of_a_search_are_read(index, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(index.folder, copy)
+    (copy / "vectors-2.npy").write_bytes(b"damaged")
+    other = Index(copy)
+    assert other.search({"lighting": index.vectors("lighting")[3].copy()}, 1)[0].row == 3
+    with pytest.raises(TPIPSError, match="vectors-2.npy cannot be read.*build the index again"):
+        other.search({"background color": index.vectors("lighting")[3].copy()}, 1)
+
+
+def test_another_metrics_vectors_are_refused(index, metric, monkeypatch):
+    index.check_metric(metric)
+    monkeypatch.setattr("tpips_reward.search.index.probe", lambda metric: -probe(metric))
+    with pytest.raises(TPIPSError, match="other weights"):
+        index.check_metric(metric)
+
+
+def test_a_stopped_build_leaves_nothing(run, folder, metric, tmp_path, monkeypatch):
+    """SIGTERM in the middle, as a scheduler sends it."""
+
+    class Stopping:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(metric, name)
+
+        def embed(self, *arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return metric.embed(*arguments)
+
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: Stopping())
+    status, _, err = run("index", folder, "--aspect", "lighting", "--output", tmp_path / "index", "--batch-images", 4)
+    assert status == 130 and "interrupted" in err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: (f / "index.json").unlink(), "is no index"),
+        (lambda f: (f / "index.json").write_text("{"), "cannot be read"),
+        (
+            lambda f: (f / "index.json").write_text('{"format": 9, "aspects": [], "files": [], "metric": ""}'),
+            "format 9",
+        ),
+        (lambda f: (f / "vectors-1.npy").unlink(), "cannot be read"),
+        (lambda f: np.save(f / "vectors-1.npy", np.zeros((2, 2), np.float32)), "not float32 (12"),
+    ],
+)
+def test_damaged_indexes(index, tmp_path, change, words):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(index.folder, copy)
+    change(copy)
+    with pytest.raises(TPIPSError) as caught:
+        Index(copy).search({"lighting": unit(1, 64)[0]}, 1)
+    assert words in str(caught.value)
+
+
+def test_metrics_without_embeddings_and_outputs_that_are_there(folder, mid_metric, metric, index, tmp_path):
+    with pytest.raises(TPIPSError, match="use late fusion"):
+        build_index(folder, ASPECTS, mid_metric, tmp_path / "x", metric_name="mid")
+    with pytest.raises(TPIPSError, match="--overwrite"):
+        build_index(folder, ASPECTS, metric, index.folder, metric_name="x")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(TPIPSError, match="exists and is no index"):
+        build_index(folder, ASPECTS, metric, tmp_path / "mine", metric_name="x", overwrite=True)
+
+
+# --- the commands
+
+
+@pytest.fixture
+def run(capsys, parity):
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_index_and_search_from_the_command_line(run, folder, parity, tmp_path, metric, photos):
+    output = tmp_path / "index"
+    status, out, err = run(
+        "index", folder, "--aspect", "lighting", "--output", output, "--metric", parity / "embedding"
+    )
+    assert status == 0 and "12 images in 2 aspects" in out and "skipped broken.png" in err
+    query = folder / "cat" / "cat_0.png"
+    status, out, _ = run("search", output, "--query", query, "lighting", "--top", 3, "--json")
+    rows = json.loads(out)["results"]
+    assert status == 0 and len(rows) == 3
+    photo = photos[Path(rows[0]["file"]).stem]
+    expected = metric.similarity(photos["cat_0"], photo, ["lighting", "overall"])[0].tolist()
+    assert rows[0]["score"] == pytest.approx(expected[0] - 0.3 * expected[1], abs=1e-4)
+    assert rows[0]["similarities"] == pytest.approx(expected[:1], abs=1e-4)
+    status, out, _ = run("search", output, "--query", query, "lighting", "--overall-weight", 0, "--top", 1)
+    assert out.split()[1] == "cat/cat_0.png"
+    status, out, _ = run(
+        "search", output, "--query", query, "lighting", "2", "--query", query, "overall", "-1", "--json"
+    )
+    assert len(json.loads(out)["results"][0]["similarities"]) == 2
+    assert run("index", folder, "--aspect", "lighting", "--output", output, "--metric", parity / "embedding")[0] == 2
+    status, _, err = run("search", output, "--query", query, "lighting", "--metric", "builtin:late")
+    assert status == 2 and "other weights" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--query", "a.png"], "IMAGE ASPECT"),
+        (["--query", "a.png", "lighting", "much"], "is no number"),
+        (["--query", "a.png", "texture"], "it has overall, lighting, background color"),
+        (["--query", "a.png", "lighting", "--top", "0"], "at least one"),
+        (["--query", "a.png", "lighting"], "a.png does not exist"),
+    ],
+)
+def test_what_search_refuses_before_it_loads_a_metric(run, index, arguments, words):
+    status, _, err = run("search", index.folder, *arguments)
+    assert status == 2 and words in err
+
+
+def test_what_index_refuses(run, tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    for arguments, words in (
+        ((tmp_path / "none", "--aspect", "x"), "is no folder"),
+        ((tmp_path / "empty", "--aspect", "x"), "has no images"),
+        ((folder, "--aspect", " "), "--aspect is empty"),
+    ):
+        status, _, err = run("index", *arguments, "--output", tmp_path / "out")
+        assert status == 2 and words in err

@@ -1,0 +1,260 @@
+"""`remote:http://...`: the same answers as here, patience with what may pass, and an error for everything else."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_metrics import RegionMetric
+from PIL import Image
+from serving_workers import LocalWorker, picture, running, trouble_rewards
+
+from tpips_reward import RemoteReward, TPIPSReward, load_reward
+from tpips_reward.errors import TPIPSError
+from tpips_reward.serving.client import RemoteRewardError, encode_png, parse_address
+from tpips_reward.serving.limits import Limits
+
+KEEP, CHANGE = [["background", "lighting"]], [["color"]]
+EDITS, SOURCE = [picture(n) for n in (1, 2, 3)], picture(0)
+HEALTH = {"reward": "tpips:preserve", "limits": {"items": 8, "body_bytes": 10**7}}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running([LocalWorker()]) as url:
+        yield f"remote:{url}"
+
+
+@contextmanager
+def scripted(*answers: Any) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that gives these answers to /score, one after the other (the last for ever): (status, body, headers).
+
+    With its address come the bodies that it was sent.
+    """
+    asked: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, json.dumps(HEALTH).encode(), {})
+
+        def do_POST(self) -> None:
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])))
+            status, body, headers = answers[min(len(asked), len(answers)) - 1]
+            if status is None:
+                self.connection.close()  # no answer at all
+                return
+            self.reply(status, body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
+
+        def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"remote:http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def good(*scores: Any) -> dict[str, Any]:
+    return {"results": [{"score": score, "per_aspect": {}, "terms": {}, "error": None} for score in scores]}
+
+
+def ask(address: str, count: int = 1, **options: Any) -> torch.Tensor:
+    options = {"timeout": 5.0, "patience": 5.0, **options}
+    return RemoteReward(address, **options)(EDITS[:count], SOURCE, KEEP, CHANGE).scores
+
+
+def test_the_answer_is_that_of_the_reward_here(address):
+    here = trouble_rewards().of("tpips:edit")
+    there = RemoteReward(address, "tpips:edit")
+    given = {"preserve": KEEP * 3, "target": [["color"], ["color", "lighting x"], ["color"]]}
+    given["target_images"] = [None, picture(9), None]
+    expected, found = here(EDITS, SOURCE, **given), there(EDITS, SOURCE, **given)
+    torch.testing.assert_close(found.scores, expected.scores)
+    assert found.scores.dtype == torch.float32
+    for name, values in expected.terms.items():
+        torch.testing.assert_close(found.terms[name], values, equal_nan=True)
+    assert found.per_aspect == expected.per_aspect
+
+
+def test_images_of_any_kind(address):
+    remote = RemoteReward(address)
+    arrays = [np.array(edit) for edit in EDITS]
+    floats = torch.stack([torch.from_numpy(array).permute(2, 0, 1) / 255 for array in arrays])
+    expected = remote(EDITS, SOURCE, KEEP, CHANGE).scores
+    for images in (arrays, floats, np.stack(arrays)):
+        torch.testing.assert_close(remote(images, [SOURCE] * 3, KEEP, CHANGE).scores, expected)
+    signed = RemoteReward(address, value_range=(-1, 1))
+    torch.testing.assert_close(signed(floats * 2 - 1, SOURCE, KEEP, CHANGE).scores, expected)
+
+
+def test_a_large_call_goes_in_parts_that_the_server_takes():
+    worker = LocalWorker()
+    with running([worker], limits=Limits(items=4, body_bytes=12_000)) as url:
+        remote = RemoteReward(f"remote:{url}")
+        edits = [picture(n) for n in range(1, 11)]
+        found = remote(edits, SOURCE, KEEP, CHANGE).scores
+    torch.testing.assert_close(found, trouble_rewards().of("tpips:preserve")(edits, SOURCE, KEEP, CHANGE).scores)
+
+
+def test_a_source_travels_once():
+    with scripted((200, good(0.1, 0.2, 0.3), {})) as (address, asked):
+        assert ask(address, 3).tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert len(asked) == 1 and asked[0].count(b"\x89PNG") == 4
+
+
+def test_it_asks_as_a_reward_does(address):
+    remote = RemoteReward(address)
+    assert remote.requires("preserve") and not remote.requires("target") and remote.info["metric"] == "trouble"
+    assert RemoteReward(address, "tpips:edit").requires("target")
+    remote.check_aspects(["background"])
+    for kept, changed in (([], ["color"]), (["a", "A"], []), (["a"], ["a"]), ([" "], [])):
+        with pytest.raises(TPIPSError):
+            remote.check_aspects(kept, changed)
+
+
+def test_load_reward_takes_both(address):
+    assert isinstance(load_reward(address), RemoteReward)
+    assert isinstance(load_reward("tpips:edit", metric=RegionMetric()), TPIPSReward)
+
+
+@pytest.mark.parametrize("status", [408, 429, 502, 503, 504, None])
+def test_what_may_pass_is_tried_again(status):
+    busy = (status, {"error": {"message": "later"}}, {})
+    with scripted(busy, busy, (200, good(0.5), {})) as (address, asked):
+        assert ask(address).tolist() == [0.5]
+    assert len(asked) == 3
+
+
+def test_retry_after_is_heeded():
+    begin = time.monotonic()
+    with scripted((429, {}, {"Retry-After": "1"}), (200, good(0.5), {})) as (address, _):
+        assert ask(address).tolist() == [0.5]
+    assert time.monotonic() - begin >= 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 415, 422, 500])
+def test_what_will_not_pass_raises_at_once(status):
+    refusal = (status, {"error": {"message": "because"}}, {})
+    with scripted(refusal) as (address, asked), pytest.raises(RemoteRewardError, match=f"{status} because"):
+        ask(address)
+    assert len(asked) == 1
+
+
+def test_patience_ends_in_an_error_and_not_in_zeros():
+    refusal, words = (503, {"error": {"message": "no worker"}}, {}), "no worker.*No score is made of it"
+    with scripted(refusal) as (address, asked), pytest.raises(RemoteRewardError, match=words):
+        ask(address, patience=1.0)
+    assert len(asked) >= 2
+
+
+def test_a_server_that_is_not_there():
+    with pytest.raises(RemoteRewardError, match="no answer for 0.5 s"):
+        ask("remote:http://127.0.0.1:9", patience=0.5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>a proxy</html>",
+        b"[]",
+        {},
+        good(),
+        good(0.5, 0.5),
+        good(None),
+        good("0.5"),
+        good(True),
+        b'{"results": [{"score": NaN, "error": null}]}',
+        b'{"results": [{"score": 1e999, "error": null}]}',
+        {"results": [{"score": 0.0, "error": {"message": "cannot"}}]},
+    ],
+)
+def test_answers_that_are_none(body):
+    with scripted((200, body, {})) as (address, _), pytest.raises(RemoteRewardError):
+        ask(address)
+
+
+def test_an_error_of_one_item_names_it(address):
+    with pytest.raises(RemoteRewardError, match="sample 1: .*out of memory"):
+        RemoteReward(address)(EDITS, SOURCE, [["lighting"], ["explode"], ["lighting"]])
+
+
+def test_another_server_at_that_address():
+    class Wrong(RemoteReward):
+        def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+            return {"status": "ok"}
+
+    with pytest.raises(RemoteRewardError, match="no tpips-reward server"):
+        Wrong("remote:http://x")(EDITS, SOURCE, KEEP)
+
+
+def test_the_token(monkeypatch):
+    with running([LocalWorker()], token="secret") as url:
+        with pytest.raises(RemoteRewardError, match="401"):
+            ask(f"remote:{url}")
+        assert len(ask(f"remote:{url}", token="secret")) == 1
+        monkeypatch.setenv("TPIPS_REWARD_TOKEN", "secret")
+        assert len(ask(f"remote:{url}")) == 1
+
+
+def test_bad_input_never_reaches_the_server():
+    remote = RemoteReward("remote:http://127.0.0.1:9", patience=0.1)
+    with pytest.raises(TPIPSError, match="images is empty"):
+        remote([], SOURCE, KEEP)
+    with pytest.raises(TPIPSError, match="requires grad"):
+        remote([torch.rand(3, 8, 8, requires_grad=True)], SOURCE, KEEP)
+    with pytest.raises(TPIPSError, match="both in preserve and in target"):
+        remote(EDITS, SOURCE, [["a"]], [["a"]])
+    with pytest.raises(TPIPSError, match="NaN"):
+        remote([torch.full((3, 8, 8), float("nan"))], SOURCE, KEEP)
+    with pytest.raises(TPIPSError, match="references has 2"):
+        remote(EDITS, [SOURCE] * 2, KEEP)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://host",
+        "remote:",
+        "remote:ftp://x",
+        "remote:http://",
+        "remote:http://x:99999",
+        "remote:http://u:p@x",
+        "remote:http://x?y",
+    ],
+)
+def test_addresses_that_are_none(address):
+    with pytest.raises(TPIPSError):
+        RemoteReward(address)
+
+
+def test_an_address_may_have_a_path():
+    assert parse_address("remote:https://host:8443/rewards/") == "https://host:8443/rewards"
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"patience": float("inf")}, {"reward": "tpips:best"}])
+def test_options_that_are_none(options):
+    with pytest.raises(TPIPSError):
+        RemoteReward("remote:http://x", **options)
+
+
+def test_png_is_lossless_for_eight_bits():
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(encode_png(SOURCE)))), np.asarray(SOURCE))

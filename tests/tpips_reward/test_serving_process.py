@@ -1,0 +1,196 @@
+"""The worker's own process, and the command: killed workers, poison, silence, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2 as httpx
+import psutil
+import pytest
+import torch
+from serving_workers import expected_scores, picture, request_of, running, trouble_rewards
+
+from tpips_reward import RemoteReward, TPIPSReward
+from tpips_reward.cli import main
+from tpips_reward.search.index import probe, write_index
+from tpips_reward.serving.errors import RequestError
+from tpips_reward.serving.items import Item, Scored
+from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess
+
+
+def process_of_worker() -> psutil.Process:
+    (child,) = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    return child
+
+
+def item(*preserve: str) -> Item:
+    return Item("tpips:preserve", picture(1), picture(0), preserve or ("lighting",), ())
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """Dies in these tests now and then; `start` brings it back."""
+    worker = WorkerProcess(trouble_rewards, seconds=20)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+def test_errors_come_back_whole(worker):
+    good, bad = worker.score([item(), item("explode")])
+    assert isinstance(good, Scored) and isinstance(bad, RequestError)
+    assert (bad.status, bad.kind) == (500, "failed") and "out of memory" in str(bad)
+
+
+def test_a_killed_worker_says_so_and_starts_again(worker):
+    assert worker.facts == {"metric": "trouble"}
+    expected = trouble_rewards().of("tpips:preserve")([picture(1)], picture(0), ["lighting"]).scores.item()
+    (answer,) = worker.score([item()])
+    assert isinstance(answer, Scored) and answer.score == pytest.approx(expected)
+    child = process_of_worker()
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which ends its workers itself
+        child.send_signal(number)
+    assert isinstance(worker.score([item()])[0], Scored)
+    child.kill()
+    with pytest.raises(WorkerDied):
+        worker.score([item()])
+    assert not worker.is_alive
+    worker.start()
+    assert worker.is_alive and isinstance(worker.score([item()])[0], Scored)
+
+
+def test_a_silent_worker_is_ended(worker):
+    worker.seconds = 0.05
+    try:
+        with pytest.raises(WorkerDied, match="within 0.05 s"):
+            worker.score([item("slow")])
+    finally:
+        worker.seconds = 20
+    with pytest.raises(WorkerDied):
+        worker.score([item()])
+    assert not worker.is_alive
+
+
+def test_a_worker_that_is_killed_while_it_scores(worker):
+    """Through the whole server: the batch is scored by the next process."""
+    if not worker.is_alive:
+        worker.start()
+    with running([worker]) as address, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(httpx.post, f"{address}/score", json=request_of(2, preserve=["slow"]), timeout=120)
+        while "tpips_reward_queued_items 0.0" in httpx.get(f"{address}/metrics").text:
+            pass
+        process_of_worker().kill()
+        rows = call.result().json()["results"]
+        assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
+    assert [row["score"] for row in rows] == pytest.approx(expected_scores(2, preserve=["slow"]))
+    assert not worker.is_alive  # ended with the server
+
+
+def test_a_busy_worker_can_be_ended(worker):
+    """As a second Ctrl-C does it: the thread that waits is told, and nobody waits for the answer."""
+    if not worker.is_alive:
+        worker.start()
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            worker.score([item("slow")] * 40)
+        except WorkerDied as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not worker._busy:
+        pass
+    worker.stop()
+    thread.join(10)
+    assert len(found) == 1 and not worker.is_alive
+
+
+def test_the_command_from_start_to_sigterm(tmp_path: Path, parity, photos, metric):
+    """Requests that are being scored when SIGTERM comes are answered; the process ends with 0."""
+    (tmp_path / "token").write_text("secret\n")
+    command = [sys.executable, "-m", "tpips_reward.cli", "serve", "--metric", str(parity / "embedding"), "--port", "0",
+               "--token-file", str(tmp_path / "token"), "--device", "cpu", "--gate-threshold", "0.3"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    try:
+        line = process.stdout.readline()
+        remote = RemoteReward(f"remote:{line.split()[-1]}", token="secret", patience=30)
+        edits, source = [photos["cat_1"], photos["cat_2"]], photos["cat_0"]
+        given = {"preserve": [["background", "lighting"]], "target": [["color"]]}
+        expected = TPIPSReward(metric=metric, gate_threshold=0.3)(edits, source, **given)
+        torch.testing.assert_close(remote(edits, source, **given).scores, expected.scores, atol=1e-5, rtol=0)
+        found: list[torch.Tensor] = []
+        many = [photos[name] for name in photos] * 2
+        thread = threading.Thread(target=lambda: found.append(remote(many, source, **given).scores))
+        thread.start()
+        health = httpx.get(f"{remote.address}/metrics", headers={"Authorization": "Bearer secret"})
+        while "queued_items 0.0" in health.text:
+            health = httpx.get(f"{remote.address}/metrics", headers={"Authorization": "Bearer secret"})
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert len(found) == 1 and found[0].shape == (len(many),)
+        assert process.wait(30) == 0, process.stderr.read()
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--reward", "tpips:best"], "Unknown mode"),
+        (["--gate", "maybe"], "Unknown gate"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--host", "203.0.113.1", "--port", "0"], "cannot be listened on"),
+        (["--max-batch", "0"], "batch must be a positive number"),
+        (["--token-file", "/no/such/file"], "cannot be read"),
+        (["--port", "0", "--metric", "/no/such/metric"], "/no/such/metric"),
+    ],
+)
+def test_what_the_command_refuses(capsys, options, words):
+    assert main(["serve", *options]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("fastapi", ["serve"], "tpips-reward[serve]"),
+        ("faiss", ["search", "INDEX", "--query", "IMAGE", "overall"], "tpips-reward[search]"),
+        ("av", ["video", "IMAGE", "--aspect", "x", "--output", "out"], "tpips-reward[video]"),
+    ],
+)
+def test_a_missing_extra_is_named(monkeypatch, capsys, tmp_path, metric, module, command, extra):
+    picture(0, 64).save(tmp_path / "image.png")
+    vector = probe(metric)[None]
+    write_index(tmp_path / "index", ["a.png"], {"overall": vector}, metric_name="x", probe_vector=vector[0])
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: metric)
+    monkeypatch.setitem(sys.modules, module, None)
+    known = {"INDEX": str(tmp_path / "index"), "IMAGE": str(tmp_path / "image.png"), "out": str(tmp_path / "out")}
+    assert main([known.get(word, word) for word in command]) == 2
+    assert extra in capsys.readouterr().err
+
+
+def test_a_token_file_without_a_token(capsys, tmp_path):
+    (tmp_path / "token").write_text("two words")
+    assert main(["serve", "--token-file", str(tmp_path / "token")]) == 2
+    assert "holds no token" in capsys.readouterr().err
+
+
+def test_the_worker_loads_what_it_is_told(parity):
+    rewards = RewardSource(str(parity / "embedding"), device="cpu", gate="none")()
+    assert rewards.facts["fusion"] == "late" and json.dumps(rewards.facts)
+    out = rewards.of("tpips:preserve")([picture(1, 64)], picture(0, 64), ["lighting"], ["color"])
+    assert out.scores.item() == pytest.approx(out.terms["preserve"].item())
+    assert rewards.of("tpips:edit") is rewards.of("tpips:edit")

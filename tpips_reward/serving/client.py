@@ -1,0 +1,332 @@
+"""`remote:http://host:port`: the reward of a server, called as a `TPIPSReward` is.
+
+A request that fails for a reason that may pass (no connection, a time-out, 408, 429, 502, 503, 504) is sent again, with
+growing pauses, for at most `patience` seconds. Then, and for every other failure, the call raises: no error becomes a
+score.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.images import to_tensors
+from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint
+from tpips_reward.rewards.pairs import image_list, one_each
+from tpips_reward.rewards.reward import RewardOutput
+from tpips_reward.rewards.spec import parse_reward
+from tpips_reward.rewards.terms import MODES
+
+PREFIX = "remote:"
+TOKEN_VARIABLE = "TPIPS_REWARD_TOKEN"
+TERMS = ("preserve", "target", "change", "gate")
+_MAY_PASS = (408, 429, 502, 503, 504)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0
+
+
+class RemoteRewardError(TPIPSError):
+    """The server could not be reached, or answered with an error."""
+
+
+class RemoteReward:
+    """A reward on another machine.
+
+    Pixels travel as 8-bit PNG: PIL and uint8 images score exactly as they would here, float images are rounded. No
+    gradient comes back.
+
+    Args:
+        address: "remote:http://host:port" (or https). The user's own choice: never take it from a stranger.
+        reward: a spec such as "tpips:edit"; None is what the server was started with.
+        token: what the server asks for; default: the environment's TPIPS_REWARD_TOKEN.
+        timeout: seconds for one answer; to connect it has five at most.
+        patience: seconds for which a call is tried again before it raises.
+        value_range: lowest and highest value of float images.
+
+    Raises:
+        TPIPSError: an address that is none, an unknown reward, times that are not positive.
+
+    Example:
+        reward = RemoteReward("remote:http://gpu-3:8000", reward="tpips:edit")
+        out = reward(edits, source, preserve=[["background"]], target=[["car color"]])
+        out.scores
+    """
+
+    def __init__(
+        self,
+        address: str,
+        reward: str | None = None,
+        *,
+        token: str | None = None,
+        timeout: float = 120.0,
+        patience: float = 180.0,
+        value_range: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        self.address = parse_address(address)
+        self.reward = None if reward is None else str(parse_reward(reward))
+        for name, seconds in (("timeout", timeout), ("patience", patience)):
+            if not 0 < seconds < math.inf:
+                raise TPIPSError(f"{name}={seconds!r} must be a positive number of seconds.")
+        self.patience = patience
+        self.value_range = value_range
+        token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        if token and not (token.isascii() and token.isprintable()):
+            raise TPIPSError(f"The token has letters that no header can hold; check token= or ${TOKEN_VARIABLE}.")
+        self._client = httpx.Client(
+            base_url=self.address,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
+            follow_redirects=False,
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What the server says about itself: reward, metric, limits ... Asked once.
+
+        Raises:
+            RemoteRewardError: it cannot be reached, or is no server of this reward.
+        """
+        answer = self._ask("GET", "/health")
+        if not isinstance(answer.get("reward"), str) or not isinstance(answer.get("limits"), dict):
+            raise RemoteRewardError(f"{self.address}/health is no tpips-reward server: {str(answer)[:200]}.")
+        return answer
+
+    @property
+    def spec(self) -> Any:
+        """The reward that calls get, as a `RewardSpec`."""
+        return parse_reward(self.reward or self.info["reward"])
+
+    def requires(self, kind: str) -> bool:
+        """Whether every sample must have aspects of this kind ("preserve" or "target")."""
+        if kind not in ("preserve", "target"):
+            raise TPIPSError(f"Aspects are of kind 'preserve' or 'target', not {kind!r}.")
+        return any(kind in MODES[item.mode].needs for item in self.spec.items)
+
+    def check_aspects(self, preserve: Sequence[str], target: Sequence[str] = ()) -> None:
+        """Refuses aspects that no server would score: empty, doubled, contradictory, or none that the mode needs.
+
+        Raises:
+            TPIPSError: as said.
+        """
+        lists = {
+            "preserve": aspect_lists([list(preserve)], 1, "preserve"),
+            "target": aspect_lists([list(target)], 1, "target"),
+        }
+        check_disjoint(lists["preserve"], lists["target"])
+        for kind, names in lists.items():
+            if self.requires(kind) and not names[0]:
+                raise TPIPSError(f"The sample has no {kind} aspects, which {self.spec} needs.")
+
+    def __call__(
+        self,
+        images: Any,
+        references: Any,
+        preserve: AspectsArgument = None,
+        target: AspectsArgument = None,
+        target_images: Any = None,
+    ) -> RewardOutput:
+        """Scores B edits; arguments and answer as `TPIPSReward`, scores on the CPU.
+
+        Raises:
+            RemoteRewardError: the server cannot be reached in time, refuses, or has an error for any item.
+            TPIPSError: images or aspects that are no input, as there; an image that requires grad.
+        """
+        edits = image_list(images)
+        count = len(edits)
+        if not count:
+            raise TPIPSError("images is empty; a reward needs at least one edit.")
+        sources = one_each(image_list(references), count, "references")
+        ideals = (
+            [None] * count if target_images is None else one_each(image_list(target_images), count, "target_images")
+        )
+        kept, changed = aspect_lists(preserve, count, "preserve"), aspect_lists(target, count, "target")
+        check_disjoint(kept, changed)
+        table = _Table(self.value_range)
+        rows: list[dict[str, Any]] = []
+        for index in range(count):
+            row = {
+                "image": table.add(edits[index], "images", index),
+                "source": table.add(sources[index], "references", index),
+            }
+            if ideals[index] is not None:
+                row["target_image"] = table.add(ideals[index], "target_images", index)
+            rows.append({**row, "preserve": kept[index], "target": changed[index]})
+        results: list[dict[str, Any]] = []
+        for part in _parts(rows, table.pngs, self.info["limits"]):
+            results += self._score(part, table.pngs, first=len(results))
+        return _output(results)
+
+    def _score(self, rows: list[dict[str, Any]], pngs: list[bytes], first: int) -> list[dict[str, Any]]:
+        """One request; only the images that its rows name travel."""
+        used = sorted({row[role] for row in rows for role in ("image", "source", "target_image") if role in row})
+        place = {index: position for position, index in enumerate(used)}
+        items = [
+            {k: place[v] if k in ("image", "source", "target_image") else v for k, v in row.items()} for row in rows
+        ]
+        request: dict[str, Any] = {"items": items}
+        if self.reward is not None:
+            request["reward"] = self.reward
+        files = [("images", (f"{index}.png", pngs[index], "image/png")) for index in used]
+        answer = self._ask("POST", "/score", data={"request": json.dumps(request)}, files=files)
+        results = answer.get("results")
+        if not isinstance(results, list) or len(results) != len(rows):
+            raise RemoteRewardError(f"{self.address} answered {str(answer)[:200]} for {len(rows)} items.")
+        for index, result in enumerate(results):
+            error = result.get("error")
+            if error is not None:
+                raise RemoteRewardError(f"{self.address} cannot score sample {first + index}: {error.get('message')}")
+            score = result.get("score")
+            if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+                raise RemoteRewardError(
+                    f"{self.address} gave {score!r} for sample {first + index}; no score is made of it."
+                )
+        return results
+
+    def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        """The JSON of an answer; tried again while the failure may pass."""
+        end = time.monotonic() + self.patience
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                response = self._client.request(method, path, **content)
+            except (httpx.TransportError, httpx.TimeoutException) as error:
+                wait, reason = pause, f"{type(error).__name__}: {error}"
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise RemoteRewardError(f"{self.address} cannot be asked: {error}.") from error
+            else:
+                if response.status_code == 200:
+                    return self._json(response)
+                reason = _reason(response)
+                if response.status_code not in _MAY_PASS:
+                    raise RemoteRewardError(f"{self.address}{path} refuses: {reason}")
+                wait = max(pause, _retry_after(response))
+            wait *= random.uniform(1.0, 1.5)  # not all clients at one time
+            if time.monotonic() + wait > end:
+                raise RemoteRewardError(
+                    f"{self.address}{path} gave no answer for {self.patience:g} s ({reason}); start the server, or raise "
+                    "patience. No score is made of it."
+                )
+            time.sleep(wait)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _json(self, response: Any) -> dict[str, Any]:
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise RemoteRewardError(f"{self.address} answered no JSON object: {response.text[:200]!r}.")
+        return answer
+
+
+def parse_address(address: str) -> str:
+    """ "remote:http://host:port" -> "http://host:port".
+
+    Raises:
+        TPIPSError: anything else.
+    """
+    url = address.removeprefix(PREFIX).rstrip("/")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or not address.startswith(PREFIX):
+        raise TPIPSError(f"{address!r} is no address of a reward server; write remote:http://HOST:PORT.")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise TPIPSError(f"{address!r} holds more than an address; the token goes in token= or ${TOKEN_VARIABLE}.")
+    return url
+
+
+class _Table:
+    """The images of a call as PNG, each object and each content once."""
+
+    def __init__(self, value_range: tuple[float, float]) -> None:
+        self.value_range = value_range
+        self.pngs: list[bytes] = []
+        self._objects: dict[int, int] = {}
+        self._contents: dict[bytes, int] = {}
+
+    def add(self, image: Any, name: str, index: int) -> int:
+        if id(image) not in self._objects:
+            if isinstance(image, Tensor) and image.requires_grad and torch.is_grad_enabled():
+                raise TPIPSError(f"{name}[{index}] requires grad, and a remote reward has none; use TPIPSReward here.")
+            png = encode_png(image, self.value_range, f"{name}[{index}]")
+            self._objects[id(image)] = self._contents.setdefault(png, len(self.pngs))
+            if self._objects[id(image)] == len(self.pngs):
+                self.pngs.append(png)
+        return self._objects[id(image)]
+
+
+def encode_png(image: Any, value_range: tuple[float, float] = (0.0, 1.0), name: str = "image") -> bytes:
+    """An image of any kind -> 8-bit RGB PNG, lossless for 8-bit images; transparency on white.
+
+    Raises:
+        TPIPSError: as `tpips_reward.images.to_tensors`.
+    """
+    pixels = to_tensors([image], value_range=value_range, name=name)[0].detach()
+    array = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(array)).save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _parts(rows: list[dict[str, Any]], pngs: list[bytes], limits: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Rows in requests that the server takes: no more items and bytes than it says."""
+    most, room = int(limits["items"]), int(limits["body_bytes"])
+    parts: list[list[dict[str, Any]]] = [[]]
+    held: set[int] = set()
+    size = 0
+    for row in rows:
+        images = {row[role] for role in ("image", "source", "target_image") if role in row}
+        cost = len(json.dumps(row)) + 64 + sum(len(pngs[index]) + 256 for index in images - held)
+        if parts[-1] and (len(parts[-1]) >= most or size + cost > room):
+            parts.append([])
+            held, size = set(), 0
+            cost = len(json.dumps(row)) + 64 + sum(len(pngs[index]) + 256 for index in images)
+        parts[-1].append(row)
+        held |= images
+        size += cost
+    return parts
+
+
+def _output(results: list[dict[str, Any]]) -> RewardOutput:
+    terms = {}
+    for name in TERMS:
+        values = [result.get("terms", {}).get(name) for result in results]
+        terms[name] = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
+    return RewardOutput(scores, [result.get("per_aspect", {}) for result in results], terms)
+
+
+def _reason(response: Any) -> str:
+    try:
+        error = response.json()["error"]
+        return f"{response.status_code} {error['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status_code} {response.text[:200]!r}"
+
+
+def _retry_after(response: Any) -> float:
+    try:
+        return max(0.0, min(60.0, float(response.headers.get("retry-after", "0"))))
+    except ValueError:  # a date
+        return 1.0

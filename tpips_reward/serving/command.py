@@ -1,0 +1,134 @@
+"""The command `tpips-reward serve`."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from tpips_reward.errors import TPIPSError
+from tpips_reward.rewards.gate import Gate
+from tpips_reward.rewards.spec import parse_reward
+from tpips_reward.serving.client import TOKEN_VARIABLE
+from tpips_reward.serving.limits import Limits
+from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess
+
+
+def run_serve(options: argparse.Namespace) -> None:
+    """Serves until Ctrl-C or SIGTERM, and answers what it has accepted before it ends.
+
+    `--device cuda:0,cuda:1` starts a worker on each.
+
+    Raises:
+        TPIPSError: an option that means nothing, an address that is taken, a metric that does not load, or a missing extra.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn
+
+        from tpips_reward.serving.app import create_app
+    except ModuleNotFoundError as error:
+        raise TPIPSError(
+            f"serve needs {error.name}, which is not installed; pip install 'tpips-reward[serve]'."
+        ) from None
+
+    # everything that can be wrong before the metric is loaded
+    parse_reward(options.reward)
+    Gate(options.gate, 1.0 if options.gate_threshold is None else options.gate_threshold, options.gate_weight)
+    limits = read_limits(options)
+    token = read_token(options.token_file)
+    listener = bind(options.host, options.port)
+    workers = [
+        WorkerProcess(
+            RewardSource(
+                options.metric, device, options.dtype, options.revision,
+                options.gate, options.gate_threshold, options.gate_weight,
+            ),
+            limits.score_seconds,
+        )
+        for device in (options.device.split(",") if options.device else [None])
+    ]  # fmt: skip
+    try:
+        for worker in workers:
+            try:
+                worker.start()
+            except WorkerDied as error:
+                raise TPIPSError(f"The worker ended while it loaded {options.metric!r} ({error}).") from None
+        app = create_app(workers, reward=options.reward, limits=limits, token=token)
+        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=30)
+        host, port = listener.getsockname()[:2]
+        print(f"tpips-reward: {options.reward} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        if token is None and not ipaddress.ip_address(host).is_loopback:
+            print("tpips-reward: anybody who reaches this address can use it; set a token.", file=sys.stderr)
+        # uvicorn stops at these signals and raises them again when it has ended
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+        for worker in workers:
+            worker.stop()
+
+
+def read_limits(options: argparse.Namespace) -> Limits:
+    """The limits that the options name.
+
+    Raises:
+        TPIPSError: a limit that is not positive, or two that do not go together.
+    """
+    body = int(options.max_body_mb * 2**20)
+    return Limits(
+        body_bytes=body,
+        open_bytes=max(Limits().open_bytes, 2 * body),
+        pixels=options.max_pixels,
+        items=options.max_items,
+        batch=options.max_batch,
+        queue=options.max_queue,
+        wait_seconds=options.batch_wait_ms / 1000,
+        body_seconds=options.body_timeout,
+        score_seconds=options.score_timeout,
+    )
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token of a file, or of the environment; None where there is none.
+
+    Raises:
+        TPIPSError: a file that cannot be read, or an empty token.
+    """
+    if path is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+        where = f"${TOKEN_VARIABLE}"
+    else:
+        where = str(path)
+        try:
+            token = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TPIPSError(f"The token file {path} cannot be read: {error}.") from None
+    if token is None:
+        return None
+    if not token.strip() or not token.strip().isascii() or any(letter.isspace() for letter in token.strip()):
+        raise TPIPSError(f"{where} holds no token; a token is one word of ASCII letters.")
+    return token.strip()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the address; nobody can connect until uvicorn listens.
+
+    Raises:
+        TPIPSError: it is taken, or none of this machine's.
+    """
+    if not 0 <= port <= 65535:
+        raise TPIPSError(f"--port is {port}; give one from 0 to 65535.")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise TPIPSError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from None
+    return listener

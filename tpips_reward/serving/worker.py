@@ -1,0 +1,211 @@
+"""The process that holds the metric. It may die and be replaced without the server, its clients or their items dying."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from tpips_reward.adapters.core import RewardCall
+from tpips_reward.errors import TPIPSError
+from tpips_reward.rewards.reward import TPIPSReward
+from tpips_reward.serving.errors import RequestError, bad_field
+from tpips_reward.serving.items import Answer, Item, split_output
+
+LOAD_SECONDS = 3600.0  # 16 GB from a slow disk
+
+
+class WorkerDied(Exception):
+    """The worker's process is gone, or did not answer in time; it has to be started again."""
+
+
+class Rewards(Protocol):
+    """What a worker holds: rewards by their spec, all on one metric."""
+
+    facts: dict[str, Any]
+
+    def of(self, spec: str) -> RewardCall: ...
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """How a worker gets its rewards; sent to the process, which calls it.
+
+    Attributes:
+        metric, device, dtype, revision: as for `load_metric`.
+        gate, gate_threshold, gate_weight: as for `TPIPSReward`.
+    """
+
+    metric: str = "builtin:late"
+    device: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    gate: str = "change"
+    gate_threshold: float | None = None
+    gate_weight: float = 1.0
+
+    def __call__(self) -> Rewards:
+        from transformers.utils import logging
+
+        from tpips_reward.checkpoints import load_metric
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        metric = load_metric(self.metric, device=self.device, dtype=self.dtype, revision=self.revision)
+        options = {"gate": self.gate, "gate_threshold": self.gate_threshold, "gate_weight": self.gate_weight}
+        facts = {
+            "metric": self.metric,
+            "fusion": metric.fusion.kind,
+            "device": str(metric.device),
+            "change_scale": metric.change_scale,
+        }
+        return MetricRewards(metric, options, facts)
+
+
+class MetricRewards:
+    """Rewards of any spec on one metric."""
+
+    def __init__(self, metric: Any, options: dict[str, Any], facts: dict[str, Any]) -> None:
+        self.facts = facts
+        self._make = lru_cache(maxsize=64)(lambda spec: TPIPSReward(spec, metric, **options))
+
+    def of(self, spec: str) -> RewardCall:
+        """The reward of a spec, made once."""
+        return self._make(spec)
+
+
+def score_items(rewards: Rewards, items: Sequence[Item]) -> list[Answer]:
+    """One answer an item, in order; items of one reward are scored in one call.
+
+    Where a call fails its items are scored in halves, so that an error stays with the item that has it.
+    """
+    answers: dict[int, Answer] = {}
+    for spec in dict.fromkeys(item.reward for item in items):
+        members = [index for index, item in enumerate(items) if item.reward == spec]
+        found = _score(rewards.of(spec), [items[index] for index in members])
+        answers.update(zip(members, found, strict=True))
+    return [answers[index] for index in range(len(items))]
+
+
+def _score(reward: RewardCall, items: list[Item]) -> list[Answer]:
+    try:
+        output = reward(
+            [item.image for item in items],
+            [item.source for item in items],
+            preserve=[list(item.preserve) for item in items],
+            target=[list(item.target) for item in items],
+            target_images=[item.target_image for item in items] if any(i.target_image for i in items) else None,
+        )
+        return split_output(output)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to one item
+        if len(items) > 1:
+            middle = len(items) // 2
+            return _score(reward, items[:middle]) + _score(reward, items[middle:])
+        if isinstance(error, TPIPSError):
+            return [bad_field(str(error))]
+        return [RequestError(500, "failed", f"The reward failed on this item: {type(error).__name__}: {error}")]
+
+
+class WorkerProcess:
+    """A process with rewards; `start` it, let it `score`, `stop` it. Not for several threads at one time.
+
+    Args:
+        source: called in the process; must be picklable.
+        seconds: for one call of `score`.
+    """
+
+    def __init__(self, source: Callable[[], Rewards], seconds: float) -> None:
+        self.source = source
+        self.seconds = seconds
+        self.facts: dict[str, Any] = {}
+        self._busy = False
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        atexit.register(self.stop)  # before multiprocessing's own, which waits for a process that ignores its signal
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def start(self) -> None:
+        """Starts the process and waits until it can score.
+
+        Raises:
+            TPIPSError: what loading raised.
+            WorkerDied: the process ended while loading.
+        """
+        self.stop()
+        context = multiprocessing.get_context("spawn")  # a forked CUDA context cannot be used
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, self.source), daemon=True)
+        self._process.start()
+        theirs.close()
+        kind, content = self._receive(LOAD_SECONDS)
+        if kind != "ready":
+            self.stop()
+            raise TPIPSError(content)
+        self.facts = content
+
+    def score(self, items: Sequence[Item]) -> list[Answer]:
+        """One answer an item.
+
+        Raises:
+            WorkerDied: the process is gone or silent.
+        """
+        if self._pipe is None:
+            raise WorkerDied("the worker is not running")
+        self._busy = True
+        try:
+            self._pipe.send(list(items))
+            return self._receive(self.seconds)[1]
+        except (OSError, ValueError) as error:
+            raise WorkerDied(str(error)) from error
+        finally:
+            self._busy = False
+
+    def stop(self) -> None:
+        """Ends the process, at once where it is busy: a thread that waits for its answer gets a WorkerDied."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if process is None or pipe is None:
+            return
+        if not self._busy:
+            pipe.close()
+            process.join(timeout=2)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        pipe.close()
+
+    def _receive(self, seconds: float) -> tuple[str, Any]:
+        process, pipe = self._process, self._pipe
+        assert process is not None and pipe is not None
+        try:
+            if pipe.poll(seconds):
+                return pipe.recv()
+        except (EOFError, OSError) as error:
+            raise WorkerDied("its process ended") from error
+        process.kill()
+        raise WorkerDied(f"no answer within {seconds:g} s")
+
+
+def _work(pipe: Connection, source: Callable[[], Rewards]) -> None:
+    """The process: ends when the server closes the pipe or is gone itself, and not by a signal meant for both."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        rewards = source()
+    except TPIPSError as error:
+        pipe.send(("failed", str(error)))
+        return
+    pipe.send(("ready", rewards.facts))
+    try:
+        while True:
+            pipe.send(("scores", score_items(rewards, pipe.recv())))
+    except (EOFError, OSError):
+        return
