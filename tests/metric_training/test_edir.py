@@ -71,7 +71,7 @@ def test_the_authors_layout_and_a_composition_of_aspects(folder: Path) -> None:
     results = run(BENCHMARKS["edir"], folder, [bright], Settings(query="aspects", images_per_call=4))
     assert results["size"] == {"queries": 3, "corpus images": 6} and results["query"] == "aspects"
     figures = results["metrics"]["bright"]["figures"]
-    assert figures["shortlisted"] == 1 and figures["recall@5"] == 1
+    assert figures["shortlisted"] == 1 and figures["recall@10"] == 1
     groups = results["metrics"]["bright"]["groups"]["subcategory"]
     assert groups["color"]["examples"] == 3 and groups["color"]["recall@1"] == figures["recall@1"]
 
