@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tpips_reward.attention import Section, choose_kernel, set_kernel
 from tpips_reward.errors import TPIPSError
 from tpips_reward.preprocess import ImageSettings, target_size, to_patches
 
@@ -63,8 +64,7 @@ class Backbone(nn.Module):
                     f"The backbone's vision {name} is {getattr(vision, name)}, the processor's {ours} "
                     f"{getattr(self.settings, ours)}; use the processor that belongs to the backbone."
                 )
-        # Only SDPA reads a boolean mask as one: the eager path would add it to the logits as a number.
-        self.model.language_model.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+        set_kernel(self.model, "sdpa")
 
     @property
     def config(self) -> Any:
@@ -115,9 +115,10 @@ class Backbone(nn.Module):
         self,
         ids: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        sections: tuple[Section, ...] | None,
         features: list[ImageFeatures],
         *,
+        mask: Tensor | None = None,
         tail: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -126,8 +127,9 @@ class Backbone(nn.Module):
         Args:
             ids: (B, L) token ids, image placeholders already repeated.
             positions: (3, B, L) M-RoPE positions (t, h, w).
-            mask: (B, 1, L, L) boolean, True where the query (row) may attend to the key (column); None: causal.
+            sections: which queries see which keys, see `tpips_reward.attention`; None: causal.
             features: the images in the order in which their placeholders occur.
+            mask: (B, 1, L, L) boolean instead of sections, True where the query (row) sees the key (column).
             tail: (B, R, D) embeddings that follow the tokens and have no ids; L then counts them too, save in `ids`.
 
         Returns:
@@ -145,11 +147,35 @@ class Backbone(nn.Module):
             inputs_embeds=embeds,
             position_ids=positions,
             attention_mask=mask,
+            sections=sections,
             visual_pos_masks=visual,
             deepstack_visual_embeds=levels,
             use_cache=False,
             **kwargs,
         )
+
+    @property
+    def attention(self) -> str:
+        """The kernel in use: "sdpa" or "flash"."""
+        return str(self.model.language_model.config._attn_implementation).removeprefix("tpips_")  # type: ignore[union-attr]
+
+    def choose_attention(self, wanted: str | None) -> None:
+        """Use an attention kernel from now on; None: the fastest that runs on the device.
+
+        Raises:
+            TPIPSError: an unknown name, or a kernel that does not run here.
+        """
+        set_kernel(self.model, choose_kernel(wanted, self.device, self.dtype))
+
+    def compile_layers(self) -> None:
+        """Compile what repeats: the decoder layers, and the vision blocks' MLPs, each once for all of its copies.
+
+        Whole towers would be compiled anew for every number of images. The first call of each kind takes a minute.
+        """
+        for layer in self.model.language_model.layers:  # type: ignore[union-attr]
+            layer.compile(dynamic=True)
+        for block in self.model.visual.blocks:  # type: ignore[union-attr]
+            block.mlp.compile(dynamic=True)
 
     def enable_checkpointing(self) -> None:
         """Recompute the layers' activations in the backward pass, in eval mode too."""

@@ -30,7 +30,7 @@ from tpips_reward.lora import (
     read_adapters,
     save_adapters,
 )
-from tpips_reward.metric import Metric, parse_dtype
+from tpips_reward.metric import Metric, weights_dtype
 from tpips_reward.released import is_released_layout, load_released
 
 RELEASED = {
@@ -53,6 +53,8 @@ def load_metric(
     dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     merge_lora: bool = True,
+    attention: str | None = None,
+    compile: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Metric:
@@ -65,6 +67,8 @@ def load_metric(
         dtype: "float32", "bfloat16" or "float64", or the torch.dtype; None: float32 on the CPU, bfloat16 elsewhere.
         revision: branch, tag or commit of a Hub repository.
         merge_lora: fold a checkpoint's adapters into its weights; False keeps those apart that it has apart (needs peft).
+        attention: "sdpa", "flash" (FlashAttention 2), or None for the fastest that runs on the device.
+        compile: compile the layers with torch.compile; the first calls take minutes.
         cache_dir, local_files_only: as in transformers; HF_HUB_OFFLINE works too.
 
     Raises:
@@ -74,7 +78,7 @@ def load_metric(
         >>> metric = load_metric("builtin:late", device="cpu")  # doctest: +SKIP
     """
     target = parse_device(device)
-    kind = parse_dtype(dtype) if dtype is not None else torch.float32 if target.type == "cpu" else torch.bfloat16
+    kind = weights_dtype(dtype, target)
     hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
     if not isinstance(source, (str, os.PathLike)):
         raise TPIPSError(f"A metric is named by a text or a path such as 'builtin:late', not by {source!r}.")
@@ -108,7 +112,8 @@ def load_metric(
             f"{folder} cannot be loaded ({type(error).__name__}: {reason}); a file is damaged, or its files do not belong "
             "together. Fetch it again."
         ) from error
-    return metric.to(target)
+    metric.to(target).set_attention(attention)
+    return metric.compile() if compile else metric
 
 
 def resolve(source: str, hub: dict[str, Any]) -> Path:

@@ -67,6 +67,7 @@ class Metric:
     ) -> None:
         self.calibration = calibration
         self.fusion: Any = fusion.eval()
+        self._attention: str | None = None
         self.is_calibrated = change_scale is not None
         rough = round(DEFAULT_CHANGE_TEMPERATURES * fusion.temperature, 6)
         scale = rough if change_scale is None else change_scale
@@ -275,8 +276,29 @@ class Metric:
         kind = parse_dtype(dtype) if dtype is not None else None
         try:
             self.fusion.to(device=device, dtype=kind)
+        except torch.OutOfMemoryError as error:
+            raise TPIPSError(
+                f"The device {str(device)!r} has not enough free memory for the metric ({_gib(self.fusion)}); free some, "
+                "choose bfloat16 or another device."
+            ) from error
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise TPIPSError(f"The metric cannot be moved to the device {str(device)!r} ({error}); use 'cpu'.") from error
+        self.backbone.choose_attention(self._attention)
+        return self
+
+    def set_attention(self, kernel: str | None) -> Metric:
+        """Choose the attention kernel: "sdpa", "flash" (FlashAttention 2), or None for the fastest that runs here.
+
+        Raises:
+            TPIPSError: an unknown name, or FlashAttention without a GPU, in another dtype than bfloat16, or not installed.
+        """
+        self.backbone.choose_attention(kernel)
+        self._attention = kernel
+        return self
+
+    def compile(self) -> Metric:
+        """Compile the layers with torch.compile: the first call takes minutes, later ones are faster; equal scores."""
+        self.backbone.compile_layers()
         return self
 
     def gradient_checkpointing_enable(self) -> Metric:
@@ -393,10 +415,21 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
         return kind
     if str(dtype).removeprefix("torch.") in ("float16", "half", "fp16"):
         raise TPIPSError(
-            "float16 is refused: Qwen3-VL's activations can exceed its largest number, 65504, and turn into NaN; "
+            "float16 is refused: activations of models this large can exceed its largest number, 65504, and turn into NaN; "
             "use bfloat16, which is as small."
         )
     raise TPIPSError(f"dtype {dtype!r} is unknown; use 'float32', 'bfloat16' or 'float64'.")
+
+
+def weights_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """What weights are loaded in: `parse_dtype`'s; None: float32 on a CPU, bfloat16 elsewhere."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return parse_dtype(dtype)
+
+
+def _gib(module: nn.Module) -> str:
+    return f"{sum(value.nbytes for value in module.state_dict().values()) / 2**30:.1f} GiB"
 
 
 def count_parameters(module: nn.Module) -> int:

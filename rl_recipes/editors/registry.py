@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from rl_recipes.editors.base import Editor
 from rl_recipes.editors.errors import EditorError
+from tpips_reward.metric import weights_dtype
 
 # pipeline class name (the `_class_name` in model_index.json) -> where its editor is; imported when it is needed
 EDITORS = {
@@ -62,7 +63,7 @@ def load_editor(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    weights_dtype = _dtype(dtype, device)
+    kind = weights_dtype(dtype, device)
     location = _locate(source, revision)
     editor_class = _editor_class(_read_json(location.index_file, source).get("_class_name"), source)
     if resolution is None and location.defaults is not None:
@@ -75,14 +76,14 @@ def load_editor(
         try:
             # Pickled weights could run code; every editor that is supported comes as safetensors.
             pipe = pipeline_class.from_pretrained(
-                location.name, dtype=weights_dtype, use_safetensors=True, **location.hub_options
+                location.name, dtype=kind, use_safetensors=True, **location.hub_options
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300]
             raise EditorError(
                 f"The editor {str(source)!r} is incomplete or damaged ({type(error).__name__}: {reason}); fetch it again."
             ) from error
-    return editor_class(pipe, device=device, dtype=weights_dtype, resolution=resolution, **options)
+    return editor_class(pipe, device=device, dtype=kind, resolution=resolution, **options)
 
 
 def preset_for(source: str) -> str:
@@ -155,15 +156,6 @@ def _editor_class(pipeline_name: Any, source: str | Path) -> type[Editor]:
         )
     module, name = EDITORS[pipeline_name].split(":")
     return getattr(import_module(module), name)
-
-
-def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if named not in (torch.float32, torch.bfloat16, torch.float64):
-        raise EditorError(f"The editor's dtype must be float32 or bfloat16, but it is {dtype!r}.")
-    return named
 
 
 @contextmanager

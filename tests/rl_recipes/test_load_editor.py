@@ -13,6 +13,7 @@ from rl_recipes.config import PRESETS, parse_arguments
 from rl_recipes.editors import Editor, EditorError, attention, load_editor, registry
 from rl_recipes.editors.qwen_image_edit import QwenImageEdit
 from rl_recipes.editors.qwen_image_edit_plus import QwenImageEditPlus
+from tpips_reward import TPIPSError
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_missing_sources_are_named(tmp_path, monkeypatch):
         load_editor(tmp_path)
     with pytest.raises(EditorError, match="no folder"):
         load_editor("./nowhere/at/all")
-    with pytest.raises(EditorError, match="float32 or bfloat16"):
+    with pytest.raises(TPIPSError, match="dtype 'float8' is unknown; use 'float32', 'bfloat16'"):
         load_editor(tmp_path, dtype="float8")
 
     def offline(*args, **kwargs):

@@ -95,7 +95,7 @@ def scores_by_another_layout(early: EarlyFusion, images, aspect, pad_right: int)
                          for q, a in enumerate(kinds)])  # fmt: skip
     tail = torch.cat([early.register_embed.weight.expand(2, -1), torch.ones(pad_right, backbone.hidden_size)])
     hidden = backbone.run_language(
-        torch.tensor([ids]), torch.tensor(places).T.unsqueeze(1), mask[None, None], features, tail=tail[None]
+        torch.tensor([ids]), torch.tensor(places).T.unsqueeze(1), None, features, mask=mask[None, None], tail=tail[None]
     ).last_hidden_state[0]
     first, second = hidden[kinds.index("1")].double(), hidden[kinds.index("2")].double()
     return float(first @ second / first.norm() / second.norm())
@@ -180,9 +180,9 @@ def test_pixel_gradient_equals_finite_differences_in_float64(parity, crops):
         smooth = torch.nn.functional.interpolate(smooth, size=gradient.shape[1:], mode="bicubic")[0]
         for direction in (gradient / gradient.norm(), smooth / smooth.norm()):
             # norms inside transformers' layers are float32, which sets the step: above rounding, below curvature
-            steps = [sign * 2e-2 * direction for sign in (1, -1)]
+            steps = [sign * 1e-2 * direction for sign in (1, -1)]
             moved = [(image + s, other) if position == 0 else (image, other + s) for s in steps]
-            numeric = (score(*moved[0]) - score(*moved[1])) / 4e-2
+            numeric = (score(*moved[0]) - score(*moved[1])) / 2e-2
             assert float(numeric) == pytest.approx(float((gradient * direction).sum()), rel=3e-3)
 
 
@@ -196,41 +196,6 @@ def test_gradients_are_finite_at_identical_images(early_metric, parity, crops, d
     leaf = torch.full((3, 64, 64), 0.5).requires_grad_()
     chosen.similarity(leaf, crops[1]).sum().backward()
     assert leaf.grad.isfinite().all() and leaf.grad.abs().max() > 0
-
-
-def test_shared_gradients_equal_those_of_single_calls_and_reach_every_parameter(early, crops):
-    own = copy.deepcopy(early).requires_grad_(True)
-    images = [crop.clone().requires_grad_() for crop in crops[:3]]
-    pairs = [(0, 1, "lighting"), (1, 2, None), (0, 2, "lighting")]
-    factors = torch.tensor([1.0, -2.0, 0.5])
-    names, weights = zip(*own.named_parameters(), strict=True)
-
-    def gradients(scores):
-        return torch.autograd.grad((scores * factors).sum(), [*images, *weights], allow_unused=True)
-
-    shared = gradients(own.score_pairs(images, pairs))
-    single = gradients(torch.cat([own.score_pairs(images, [pair]) for pair in pairs]))
-    for name, a, b in zip(["0", "1", "2", *names], shared, single, strict=True):
-        assert a is not None, name
-        scale = b.abs().max().clamp(min=1e-6)
-        torch.testing.assert_close(a / scale, b / scale, atol=1e-4, rtol=0, msg=name)
-
-
-def test_checkpointing_gives_the_same_gradient(parity, crops):
-    found, calls = [], []
-    for enabled in (False, True):
-        metric = load_metric(parity / "early_fusion", device="cpu")
-        if enabled:
-            metric.gradient_checkpointing_enable()
-        runs = []
-        layer = metric.backbone.model.language_model.layers[0]
-        layer.mlp.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
-        image = crops[0].clone().requires_grad_()
-        metric.similarity(image, crops[1], ["lighting", "camera angle"]).sum().backward()
-        found.append(image.grad)
-        calls.append(len(runs))
-    torch.testing.assert_close(found[0], found[1], atol=1e-7, rtol=1e-4)
-    assert calls[1] == 2 * calls[0]
 
 
 def test_there_is_no_embedding(early_metric, crops):

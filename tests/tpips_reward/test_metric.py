@@ -191,6 +191,23 @@ def test_float16_is_refused_with_a_reason(metric, dtype):
         metric.to(dtype=dtype)
 
 
+def test_a_device_without_memory_is_told_from_one_that_is_not_there(parity, monkeypatch):
+    metric = load_metric(parity / "embedding", device="cpu")
+
+    def fail(error):
+        def to(**_):
+            raise error
+
+        monkeypatch.setattr(metric.fusion, "to", to)
+
+    fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"))
+    with pytest.raises(TPIPSError, match=r"'cuda:0' has not enough free memory for the metric \(0\.0 GiB\)"):
+        metric.to("cuda:0")
+    fail(RuntimeError("Torch not compiled with CUDA"))
+    with pytest.raises(TPIPSError, match="cannot be moved to the device 'cuda:0'"):
+        metric.to("cuda:0")
+
+
 def test_dtypes():
     assert parse_dtype("bf16") == parse_dtype(torch.bfloat16) == parse_dtype("torch.bfloat16") == torch.bfloat16
     with pytest.raises(TPIPSError, match="int8.*unknown"):

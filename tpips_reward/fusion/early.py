@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpips_reward.attention import Section
 from tpips_reward.backbone import ImageFeatures, split_by_budget
 from tpips_reward.fusion.base import FEATURE_BUDGET, FusionModule, accumulation_dtype, check_pairs
 from tpips_reward.fusion.sharing import Shared, windows
@@ -65,21 +66,21 @@ def register_positions(text: int, grids: Sequence[tuple[int, int]], merge_size: 
     return np.concatenate(parts, axis=1)
 
 
-def register_mask(kinds: Tensor) -> Tensor:
-    """(B, L) kinds -> (B, 1, L, L) boolean, True where the row's token may attend to the column's.
+def register_mask(kinds: Tensor, start: int = 0) -> Tensor:
+    """(B, L) kinds -> (B, 1, L - start, L) boolean, True where the row's token may attend to the column's.
 
-    Text is causal among itself. Nobody attends to padding; every token attends to itself, padding too, so that no
-    softmax is empty.
+    The rows are the tokens from `start` on. Text is causal among itself. Nobody attends to padding; every token attends
+    to itself, padding too, so that no softmax is empty.
     """
     table = torch.zeros(len(_SEES) + 1, len(_SEES) + 1, dtype=torch.bool)
     for kind, seen in _SEES.items():
         table[kind, list(seen)] = True
-    allowed = table.to(kinds.device)[kinds[:, :, None], kinds[:, None, :]]
-    length = kinds.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool, device=kinds.device).triu(1)
-    text = kinds == TEXT
-    allowed &= ~(later & text[:, :, None] & text[:, None, :])
-    allowed |= torch.eye(length, dtype=torch.bool, device=kinds.device)
+    queries, length = kinds[:, start:], kinds.shape[1]
+    allowed = table.to(kinds.device)[queries[:, :, None], kinds[:, None, :]]
+    places = torch.arange(length, device=kinds.device)
+    later = places[None, :] > places[start:, None]
+    allowed &= ~(later & (queries == TEXT)[:, :, None] & (kinds == TEXT)[:, None, :])
+    allowed |= places[None, :] == places[start:, None]
     return allowed.unsqueeze(1)
 
 
@@ -142,21 +143,31 @@ class EarlyFusion(FusionModule):
         grids = [[feature.grid for feature in features[2 * row : 2 * row + 2]] for row in range(len(texts))]
         counts = [[rows * columns for rows, columns in pair] for pair in grids]
         image_id = self.backbone.config.image_token_id
-        longest = max(len(text) + sum(count) for text, count in zip(texts, counts, strict=True)) + REGISTERS
-        ids = np.full((len(texts), longest - REGISTERS), texts[0][0])
-        positions = np.zeros((3, len(texts), longest), dtype=np.int64)
-        kinds = np.full((len(texts), longest), PADDING)
+        # text and patches are padded apart, so that each is a section of the whole batch, and the registers come last
+        start, stop = max(map(len, texts)), max(map(len, texts)) + max(map(sum, counts))
+        length = stop + REGISTERS
+        ids = np.full((len(texts), stop), texts[0][0])
+        positions = np.zeros((3, len(texts), length), dtype=np.int64)
+        kinds = np.full((len(texts), length), PADDING)
         for row, (text, count, pair) in enumerate(zip(texts, counts, grids, strict=True)):
-            # padded on the left, so that every row's registers are its last two
-            start = longest - REGISTERS - len(text) - sum(count)
-            ids[row, start:] = [*text, *[image_id] * sum(count)]
-            positions[:, row, start:] = register_positions(len(text), pair, self.backbone.settings.merge_size)
-            kinds[row, start:] = token_kinds(len(text), *count)
+            patches = start + np.arange(sum(count))
+            places = np.concatenate([np.arange(len(text)), patches, [stop, stop + 1]])
+            ids[row, : len(text)] = text
+            ids[row, patches] = image_id
+            positions[:, row, places] = register_positions(len(text), pair, self.backbone.settings.merge_size)
+            kinds[row, places] = token_kinds(len(text), *count)
         device = self.backbone.device
+        seen = torch.from_numpy(kinds).to(device)
+        # patches see all text and all patches: only padding needs a mask, and one row of it serves all of them
+        real = None if (kinds[:, :stop] != PADDING).all() else (seen[:, None, None, :stop] != PADDING)
         hidden = self.backbone.run_language(
             torch.from_numpy(ids).to(device),
             torch.from_numpy(positions).to(device),
-            register_mask(torch.from_numpy(kinds).to(device)),
+            (
+                Section(0, start, start, causal=True),
+                Section(start, stop, stop, mask=real),
+                Section(stop, length, length, mask=register_mask(seen, stop)),
+            ),
             features,
             tail=self.register_embed.weight.expand(len(texts), REGISTERS, -1),
         ).last_hidden_state

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpips_reward.attention import Section
 from tpips_reward.backbone import ImageFeatures, split_by_budget
 from tpips_reward.fusion.base import FusionModule, accumulation_dtype
 from tpips_reward.prompts import SplitPrompts
@@ -85,14 +86,15 @@ def pack(
     )
 
 
-def block_mask(segments: Tensor) -> Tensor:
-    """(B, L) segments -> (B, 1, L, L) boolean: causal, within one's own segment and the prefix (0) only.
+def block_mask(segments: Tensor, start: int = 0) -> Tensor:
+    """(B, L) segments -> (B, 1, L - start, L) boolean: causal, within one's own segment and the prefix (0) only.
 
-    Every row attends to itself at least, padding (-1) too, so that no softmax is empty.
+    The rows are the queries from `start` on. Every one sees itself at least, padding (-1) too, so that no softmax is
+    empty.
     """
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    same = segments[:, :, None] == segments[:, None, :]
+    queries, length = segments[:, start:], segments.shape[1]
+    causal = torch.ones(length - start, length, dtype=torch.bool, device=segments.device).tril(start)
+    same = queries[:, :, None] == segments[:, None, :]
     return ((same | (segments == 0)[:, None, :]) & causal).unsqueeze(1)
 
 
@@ -158,23 +160,29 @@ class ImageFirstFusion(FusionModule):
         return [torch.cat([rows[first] for first in sorted(rows)]) for rows in parts]
 
     def _run(self, batch: list[Packed], features: list[ImageFeatures]) -> list[Tensor]:
-        longest = max(len(item.ids) for item in batch)
-        ids = np.full((len(batch), longest), self.prompts.prefix[0])
-        positions = np.zeros((3, len(batch), longest), dtype=np.int64)
-        segments = np.full((len(batch), longest), -1)
-        for row, item in enumerate(batch):
-            ids[row, : len(item.ids)] = item.ids
-            positions[:, row, : len(item.ids)] = item.positions
-            segments[row, : len(item.ids)] = item.segments
+        # prefixes and suffixes are padded apart, so that both are sections of the whole batch
+        heads = [int((item.segments == 0).sum()) for item in batch]
+        start = max(heads)
+        length = start + max(len(item.ids) - head for item, head in zip(batch, heads, strict=True))
+        ids = np.full((len(batch), length), self.prompts.prefix[0])
+        positions = np.zeros((3, len(batch), length), dtype=np.int64)
+        segments = np.full((len(batch), length), -1)
+        for row, (item, head) in enumerate(zip(batch, heads, strict=True)):
+            places = np.concatenate([np.arange(head), start + np.arange(len(item.ids) - head)])
+            ids[row, places] = item.ids
+            positions[:, row, places] = item.positions
+            segments[row, places] = item.segments
         device = self.backbone.device
+        mask = block_mask(torch.from_numpy(segments).to(device), start)
         hidden = self.backbone.run_language(
             torch.from_numpy(ids).to(device),
             torch.from_numpy(positions).to(device),
-            block_mask(torch.from_numpy(segments).to(device)),
+            (Section(0, start, start, causal=True), Section(start, length, length, mask=mask)),
             features,
         ).last_hidden_state
         counts = [len(item.readouts) for item in batch]
         rows = torch.from_numpy(np.repeat(np.arange(len(batch)), counts)).to(device)
-        columns = torch.from_numpy(np.concatenate([item.readouts for item in batch])).to(device)
+        readouts = [item.readouts - head + start for item, head in zip(batch, heads, strict=True)]
+        columns = torch.from_numpy(np.concatenate(readouts)).to(device)
         states = hidden[rows, columns]
         return list(states.to(accumulation_dtype(states.dtype)).split(counts))
