@@ -131,7 +131,8 @@ def fit(metric: Metric, votes: Votes, per_aspect: int = 0, facts: dict[str, Any]
         TPIPSError: as `fit_map`, for the map of all aspects. An aspect whose own votes give none shares that map.
     """
     highest = metric.range[1]
-    maps, phrases = {}, {}
+    maps: dict[str, MonotoneMap] = {}
+    phrases: dict[str, str] = {}
     for name, members in _by_name(votes).items():
         if per_aspect and len(members) >= max(per_aspect, MIN_PAIRS):
             try:
@@ -202,8 +203,8 @@ def diagram_png(raw: dict[str, Any], fitted: dict[str, Any], calibration: Calibr
         (line,) = left.plot(x, y, linewidth=1, label=f"{label}: error {found['error']:.3f}, Brier {found['brier']:.3f}")
         left.scatter(x, y, s=sizes, color=line.get_color())
     left.set(xlabel="predicted", ylabel="share of the votes", title=title, xlim=(0, 1), ylim=(0, 1))
-    for name, found in calibration.aspects.items():
-        right.plot(found.raw, found.probability, linewidth=0.8, alpha=0.7, label=name)
+    for name, fitted_map in calibration.aspects.items():
+        right.plot(fitted_map.raw, fitted_map.probability, linewidth=0.8, alpha=0.7, label=name)
     right.plot(calibration.overall.raw, calibration.overall.probability, "k", linewidth=2, label="all aspects")
     right.set(xlabel="raw similarity", ylabel="probability", title="maps", ylim=(0, 1.02))
     for axes in (left, right):

@@ -6,13 +6,14 @@ worth, and the report of many samples.
     python tests/benchmarks/evaluation.py report --samples 1000
 
 Seconds are those of the processor, so that other work on the machine does not count; run with one thread
-(OMP_NUM_THREADS=1) to compare figures.
+(OMP_NUM_THREADS=1) to compare figures. A browser's are those of the clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -115,7 +116,35 @@ def report(options: argparse.Namespace) -> None:
         evaluate(read_manifest(manifest), RegionMetric(), Path(name) / "report", settings=Settings())
         seconds = time.process_time() - begin
         sizes = {path.name: path.stat().st_size for path in sorted((Path(name) / "report").glob("*.*"))}
-    print(json.dumps({"samples": options.samples, "models": 3, "seconds": round(seconds, 1), "bytes": sizes}))
+        seen = _in_chromium(Path(name) / "report/report.html")
+    found = {"samples": options.samples, "models": 3, "seconds": round(seconds, 1), "bytes": sizes, "chromium": seen}
+    print(json.dumps(found))
+
+
+def _in_chromium(page: Path) -> dict[str, float] | str:
+    """Milliseconds until the page is loaded and laid out (the median of five), and for sorting its longest table."""
+    program, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
+    try:
+        from selenium import webdriver
+    except ImportError:
+        return "not measured: selenium is not installed"
+    if program is None or driver is None:
+        return "not measured: no chromium with chromedriver on this machine"
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{argument}")
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as browser:
+        loads, sorts = [], []
+        for _ in range(5):
+            browser.get(page.as_uri())
+            loads.append(browser.execute_script("return performance.getEntriesByType('navigation')[0].loadEventEnd"))
+            sorts.append(browser.execute_script("""
+                const begin = performance.now();
+                document.querySelector("#row-table th:nth-child(4) button").click();
+                document.querySelector("#row-table").offsetHeight;
+                return performance.now() - begin;"""))
+    return {"load_ms": round(float(np.median(loads))), "sort_ms": round(float(np.median(sorts)))}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from evaluation_files import read_lines, save, write_edits, write_lines
 from fake_metrics import RegionMetric
 
 import tpips_reward.cli
+from tpips_reward.calibration import Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest, read_votes
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER
@@ -327,6 +328,21 @@ def test_the_command(command, manifest, tmp_path):
     report = json.loads((tmp_path / "r/report.json").read_text())
     values = {entry["model"]: entry["overall"] for entry in report["models"]}
     assert values["more"] == values["good"] and report["problems"]["counts"] == {"shared_file": 12}
+
+
+def test_the_command_with_a_calibration(command, manifest, tmp_path, monkeypatch):
+    status, _, err = command(manifest, "--output", tmp_path / "r", "--resamples", 300, "--calibrated")
+    assert status == 2 and "has no calibration" in err and not (tmp_path / "r/report.json").exists()
+    metric = RegionMetric()
+    metric.calibration = Calibration(MonotoneMap((0.0, 1.0), (0.5, 1.0)), probe=tuple(probe_answers(metric)))
+    monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: metric)
+    reports = {}
+    for name, flags in (("raw", ()), ("calibrated", ("--calibrated",))):
+        assert command(manifest, "--output", tmp_path / name, "--resamples", 300, *flags)[0] == 0
+        reports[name] = json.loads((tmp_path / name / "report.json").read_text())
+    raw, calibrated = (reports[name]["rows"][0]["outputs"]["good"]["preserve"]["background"] for name in reports)
+    assert calibrated == pytest.approx(0.5 + raw / 2, abs=1e-6) and reports["calibrated"]["metric"]["range"] == [0, 1]
+    assert reports["calibrated"]["metric"]["name"] == "builtin:late, calibrated"
 
 
 def test_the_command_on_a_voted_benchmark(command, manifest, tmp_path):

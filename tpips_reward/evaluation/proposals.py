@@ -62,10 +62,7 @@ class _Work:
 
 
 def propose_aspects(
-    dataset: Dataset,
-    path: Path | None = None,
-    make: Callable[[], Proposer] = RuleProposer,
-    progress: Callable[[int, int], None] | None = None,
+    dataset: Dataset, path: Path | None = None, make: Callable[[], Proposer] = RuleProposer
 ) -> Proposed:
     """Fills in aspects where a row names none to keep or none to change, and writes the proposals.
 
@@ -76,7 +73,6 @@ def propose_aspects(
         path: the file of proposals: read where it exists, so that corrections count and no model is asked twice, then
             written; None keeps none.
         make: makes the proposer, when the first row needs it (`tpips_reward.aspects.parse_proposer`).
-        progress: called with (rows done, rows) after each row that a model was asked about.
 
     Raises:
         TPIPSError: the file holds something wrong, or cannot be written; the proposer does not work. A single edit for
@@ -87,7 +83,7 @@ def propose_aspects(
     rows = []
     origins: Counter[str] = Counter()
     try:
-        for done, row in enumerate(dataset.rows, 1):
+        for row in dataset.rows:
             if row.preserve and row.target:
                 rows.append(row)
                 origins["named"] += 1
@@ -99,8 +95,6 @@ def propose_aspects(
             if path is not None and work.unwritten >= WRITE_EVERY:
                 write_entries(path, {**entries, **work.used})
                 work.unwritten = 0
-            if progress is not None and work.proposer.needs_image:
-                progress(done, len(dataset.rows))
     except BaseException:
         if path is not None and work.unwritten:
             write_entries(path, {**entries, **work.used})

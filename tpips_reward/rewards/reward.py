@@ -114,7 +114,7 @@ class TPIPSReward:
             raise TPIPSError("device and dtype are for a metric given by name; move the metric object itself instead.")
         else:
             self.metric = metric
-        if calibrated is not False:
+        if calibrated:
             self.metric = CalibratedMetric(self.metric, None if calibrated is True else calibrated)
         guessed = gate_threshold is None and not getattr(self.metric, "is_calibrated", True)
         if guessed and gate != "none" and any(item.mode in ("preserve", "edit") for item in self.spec.items):
