@@ -5,8 +5,9 @@
     FOLDER/rendering.json           with which settings; a run that goes on must have the same
     FOLDER/manifest.jsonl           all of it, for `tpips-reward evaluate`
 
-An image depends on the checkpoint, the row's key and the settings. Batches are made of all rows, whatever is done
-already and however many processes share them, so that a run that was interrupted ends with the same pixels.
+An image depends on the checkpoint, the row and its key, its batch and the settings. Batches are made of all rows, whatever
+is done already and however many processes share them, so that a run that was interrupted ends with the same pixels. (On a
+CPU the number of threads of a process rounds otherwise too.)
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def run_score(options: argparse.Namespace) -> None:
     lowest, highest = metric.range
     # disable=None: no bar where nobody sees it
     with tqdm(total=len(pairs), unit="pair", disable=None if len(pairs) > 1 else True, file=sys.stderr) as bar:
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"a": pair.a, "b": pair.b, "scores": dict(zip(pair.aspects, scores, strict=True))}
             for pair, scores in zip(pairs, score_rows(pairs, metric, bar.update), strict=True)
         ]

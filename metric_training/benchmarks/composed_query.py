@@ -37,7 +37,7 @@ class InstructionPrompts(SplitPrompts):
         chat_template: str | None = None,
     ) -> None:
         self.instruction = instruction
-        super().__init__(tokenizer, image_token_id, vision_end_token_id, chat_template)
+        super().__init__(tokenizer, "late", image_token_id, vision_end_token_id, chat_template)
 
     def full(self, aspect: str | None) -> tuple[int, ...]:
         """Ids of the conversation; ``aspect`` is the text after the image, None for none.
