@@ -86,7 +86,8 @@ def build_metric(fusion: str, size: str, device: str, dtype: torch.dtype) -> Met
     with torch.device(device):
         model = Qwen3VLModel._from_config(build_config(size), dtype=dtype)
         backbone = Backbone(model, read_tokenizer(FILES), read_settings(FILES))
-        found = FUSIONS[fusion](backbone)
+        probes = {"num_probes": min(20, backbone.config.text_config.num_hidden_layers)} if fusion == "mid" else {}
+        found = FUSIONS[fusion](backbone, **probes)
     return Metric(found.requires_grad_(False)).to(device, dtype).set_attention(None)
 
 
