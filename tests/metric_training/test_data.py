@@ -8,7 +8,7 @@ import torch
 
 from metric_training.data.triplets import sample_triplet
 from metric_training.data.votes import PAIRS, Voters
-from metric_training.losses import agreement, consensus, odd_one_out_loss, pair_similarities
+from metric_training.losses import agreement, consensus, odd_one_out_losses, pair_similarities
 from tpips_reward.scenes import aspect_distance, wordings
 
 
@@ -82,7 +82,7 @@ def test_loss_is_the_papers_cross_entropy() -> None:
         s_bar = torch.stack([x2 @ x3, x1 @ x3, x1 @ x2]) / tau
         p = s_bar.exp() / s_bar.exp().sum()
         expected -= float((votes[n] * p.log()).sum()) / 4
-    assert float(odd_one_out_loss(pair_similarities(embeddings), votes, tau)) == pytest.approx(expected, rel=1e-5)
+    assert float(odd_one_out_losses(pair_similarities(embeddings), votes, tau).mean()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_agreement_and_consensus() -> None:
