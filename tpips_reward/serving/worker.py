@@ -185,13 +185,15 @@ class WorkerProcess:
     def _receive(self, seconds: float) -> tuple[str, Any]:
         process, pipe = self._process, self._pipe
         assert process is not None and pipe is not None
+        why = f"no answer within {seconds:g} s"
         try:
             if pipe.poll(seconds):
                 return pipe.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerDied("its process ended") from error
+        except (EOFError, OSError):
+            why = "its process ended"
         process.kill()
-        raise WorkerDied(f"no answer within {seconds:g} s")
+        process.join()
+        raise WorkerDied(why)
 
 
 def _work(pipe: Connection, source: Callable[[], Rewards]) -> None:
