@@ -53,11 +53,17 @@ def server() -> Iterator[str]:
 
 
 def names(tmp_path: Path, server: str) -> dict[str, Any]:
-    """What the pages use without making it: images, instructions, and where the trainers keep things."""
+    """What the pages use without making it: images, instructions, and where the trainers keep things.
+
+    The folder gets `photos/` and the manifest `edits.jsonl`.
+    """
+    from evaluation_files import write_edits
+
     rng = np.random.default_rng(0)
     edits = [sample_edit(rng) for _ in range(2)]
     sources = [Image.fromarray(render(edit.source, 64)) for edit in edits]
     results = [Image.fromarray(render(edit.ideal, 64)) for edit in edits]
+    write_edits(tmp_path, 3)
     (tmp_path / "photos").mkdir()
     for number, image in enumerate([*sources, *results]):
         image.save(tmp_path / "photos" / f"{number}.png")

@@ -145,7 +145,7 @@ class WorkerProcess:
         self._process = context.Process(target=_work, args=(theirs, self.source), daemon=True)
         self._process.start()
         theirs.close()
-        kind, content = self._receive(LOAD_SECONDS)
+        kind, content = _receive(self._process, self._pipe, LOAD_SECONDS)
         if kind != "ready":
             self.stop()
             raise TPIPSError(content)
@@ -157,12 +157,13 @@ class WorkerProcess:
         Raises:
             WorkerDied: the process is gone or silent.
         """
-        if self._pipe is None:
+        process, pipe = self._process, self._pipe  # `stop` may come from another thread at any time
+        if process is None or pipe is None:
             raise WorkerDied("the worker is not running")
         self._busy = True
         try:
-            self._pipe.send(list(items))
-            return self._receive(self.seconds)[1]
+            pipe.send(list(items))
+            return _receive(process, pipe, self.seconds)[1]
         except (OSError, ValueError) as error:
             raise WorkerDied(str(error)) from error
         finally:
@@ -182,16 +183,18 @@ class WorkerProcess:
             process.join()
         pipe.close()
 
-    def _receive(self, seconds: float) -> tuple[str, Any]:
-        process, pipe = self._process, self._pipe
-        assert process is not None and pipe is not None
-        try:
-            if pipe.poll(seconds):
-                return pipe.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerDied("its process ended") from error
-        process.kill()
-        raise WorkerDied(f"no answer within {seconds:g} s")
+
+def _receive(process: Any, pipe: Connection, seconds: float) -> tuple[str, Any]:
+    """What the process says within so many seconds; otherwise it is ended."""
+    why = f"no answer within {seconds:g} s"
+    try:
+        if pipe.poll(seconds):
+            return pipe.recv()
+    except (EOFError, OSError):
+        why = "its process ended"
+    process.kill()
+    process.join()
+    raise WorkerDied(why)
 
 
 def _work(pipe: Connection, source: Callable[[], Rewards]) -> None:
