@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from rl_recipes.editors import load_editor
@@ -33,9 +34,10 @@ def test_no_config_names_the_folder_it_was_loaded_from() -> None:
     assert configs and not [p for p in configs if '"_name_or_path"' in p.read_text(encoding="utf-8")]
 
 
-def test_the_built_in_metric_tells_colors_apart() -> None:
-    metric = load_metric("builtin:late", device="cpu")
-    figures = json.loads((FOLDERS[0] / "late" / "figures.json").read_text())
+@pytest.mark.parametrize("name", ["late", "early"])
+def test_the_built_in_metrics_tell_colors_apart(name: str) -> None:
+    metric = load_metric(f"builtin:{name}", device="cpu")
+    figures = json.loads((FOLDERS[0] / name / "figures.json").read_text())
     assert metric.change_scale == figures["change_scale"]
     rng = np.random.default_rng(0)
     edits = [sample_edit(rng, "test", "color") for _ in range(12)]
