@@ -29,7 +29,7 @@ def reward_model(pointwise: type, output: type) -> type:
         TPIPS = reward_model(PointwiseRewardModel, RewardModelOutput)   # reward_model: "my_rewards.TPIPS"
     """
 
-    class TPIPSRewardModel(pointwise):  # type: ignore[misc, valid-type]
+    class TPIPSRewardModel(pointwise):
         required_fields = ("prompt", "image", "condition_images")
         use_tensor_inputs = False
 

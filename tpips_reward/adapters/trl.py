@@ -49,7 +49,7 @@ class TRLReward:
             )
         sources = [s[0] if isinstance(s, (list, tuple)) and s else s for s in columns[self.source_column]]
         edits = [self.to_image(completion, source) for completion, source in zip(completions, sources, strict=True)]
-        own = {name: columns[name] for name in ("preserve", "target") if name in columns}
+        own: dict[str, Any] = {name: columns[name] for name in ("preserve", "target") if name in columns}
         metadata = [{name: column[index] for name, column in own.items()} for index in range(len(edits))]
         output = self.scorer(edits, sources, [text_of(prompt) for prompt in prompts], metadata)
         if "log_metric" in columns:
