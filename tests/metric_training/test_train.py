@@ -109,6 +109,8 @@ def test_best_is_the_best_validation(finished: Path) -> None:
     measured = {r["step"]: r["validation_agreement"] for r in records if "validation_agreement" in r}
     best = state(finished, BEST)
     assert set(measured) == {2, 4} and measured[best["step"]] == max(measured.values()) == best["best"]
+    register = load_metric(finished / "best", device="cpu").fusion.register_embed.weight
+    assert torch.equal(register, best["trained"]["fusion.register_embed.weight"])
 
 
 @pytest.mark.parametrize("kind", ["late", "mid", "triplet"])
