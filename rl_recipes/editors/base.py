@@ -187,17 +187,6 @@ class Editor(ABC):
         with lora.disabled(self.transformer) if self._full is None else self._full.disabled():
             yield
 
-    def lora_state(self) -> dict[str, Tensor]:
-        """A copy of the trained weights, for checkpoints."""
-        return lora.state(self.transformer) if self._full is None else self._full.state()
-
-    def load_lora_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `lora_state` gave; every name and shape must fit."""
-        if self._full is None:
-            lora.load_state(self.transformer, state)
-        else:
-            self._full.load_state(state)
-
     def save_lora(self, folder: str | Path) -> Path:
         """Write `pytorch_lora_weights.safetensors` to `folder`; `pipe.load_lora_weights(folder)` takes it."""
         return lora.save(self.pipe, Path(folder)) if self._full is None else self._full.save(Path(folder))
