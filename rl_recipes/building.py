@@ -10,13 +10,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 
+from rl_recipes import sharding
 from rl_recipes.config import Arguments, ConfigError
-from rl_recipes.editors import Editor, load_editor
+from rl_recipes.editors import Editor, EditorError, load_editor
+from rl_recipes.job import Job
 from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptSource, Row
+from rl_recipes.rewards import Rewards, build_rewards
 from rl_recipes.runs import RunFolder
 from rl_recipes.seeds import ADAPTER, generator
-from tpips_reward import load_metric
-from tpips_reward.rewards import TPIPSReward, parse_reward
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,9 @@ def build_accelerator(args: Arguments) -> Accelerator:
     """The accelerator that ``accelerate launch`` (or nothing) configured, and the number of CPU threads.
 
     Raises:
-        ConfigError: for float16, a tracker that is not installed, or groups that do not divide among the processes.
+        ConfigError: for float16, a tracker that is not installed, or edits that do not divide among the processes.
     """
-    g = args.grpo
+    g = args.run
     trackers = {
         "tensorboard": is_tensorboard_available, "wandb": is_wandb_available, "trackio": is_trackio_available
     }  # fmt: skip
@@ -41,11 +42,13 @@ def build_accelerator(args: Arguments) -> Accelerator:
     )
     if accelerator.mixed_precision == "fp16":
         raise ConfigError("float16 overflows in log-probabilities; launch with --mixed_precision bf16 or no.")
-    if g.prompts_per_iteration % accelerator.num_processes:
+    edits = g.prompts_per_iteration * g.num_generations
+    if edits % accelerator.num_processes:
         raise ConfigError(
-            f"prompts_per_iteration is {g.prompts_per_iteration}, which does not divide among "
-            f"{accelerator.num_processes} processes; give a multiple of {accelerator.num_processes}."
+            f"An iteration has {edits} edits (prompts_per_iteration x num_generations), which do not divide among "
+            f"{accelerator.num_processes} processes; change one of the two."
         )
+    sharding.check(args, accelerator)
     if not accelerator.is_main_process:
         logging.getLogger("rl_recipes").setLevel(logging.ERROR)
     if accelerator.device.type == "cpu":
@@ -58,101 +61,141 @@ def build_accelerator(args: Arguments) -> Accelerator:
 
 def start_trackers(args: Arguments, accelerator: Accelerator) -> None:
     """Opens the tracker that ``--report_to`` names."""
-    if args.grpo.report_to != "none":
+    if args.run.report_to != "none":
         config = {k: v if v is not None else "" for k, v in args.to_dict().items()}
-        accelerator.init_trackers("grpo_edit", config=config)
+        accelerator.init_trackers(args.algorithm.recipe, config=config)
 
 
 def check_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:
     """The output folder, once the main process has seen that this run may use it; nothing in it is changed yet."""
-    folder = RunFolder(args.grpo.output_dir, owner=accelerator.is_main_process)
+    folder = RunFolder(args.run.output_dir, owner=accelerator.is_main_process)
     if accelerator.is_main_process:
-        folder.check(overwrite=args.grpo.overwrite, resume=args.grpo.resume)
+        folder.check(overwrite=args.run.overwrite, resume=args.run.resume)
     return folder
 
 
 def claim_folder(folder: RunFolder, args: Arguments, accelerator: Accelerator) -> None:
     """Takes the folder for this run: --overwrite acts now, when everything else has been found to work."""
     if accelerator.is_main_process:
-        folder.check(overwrite=args.grpo.overwrite, resume=args.grpo.resume)  # another run may have come in between
-        if args.grpo.overwrite:
+        folder.check(overwrite=args.run.overwrite, resume=args.run.resume)  # another run may have come in between
+        if args.run.overwrite:
             folder.clear()
         folder.save_config(args.to_dict())
     accelerator.wait_for_everyone()
 
 
-def build_reward(args: Arguments, device: torch.device) -> TPIPSReward:
-    """The reward with its metric on the device."""
-    r = args.reward
-    parse_reward(r.reward)
-    dtype = None if r.reward_dtype == "auto" else r.reward_dtype
-    return TPIPSReward(
-        r.reward,
-        metric=load_metric(r.metric, device=device, dtype=dtype, revision=r.metric_revision),
-        gate=r.gate,
-        gate_threshold=r.gate_threshold,
-        gate_weight=r.gate_weight,
-    )
+def build_reward(args: Arguments, device: torch.device) -> Rewards:
+    """What is optimised, with its metrics on their devices."""
+    return build_rewards(args.reward.reward, args.reward, device)
 
 
-def build_editor(args: Arguments, device: torch.device) -> tuple[Editor, torch.optim.AdamW]:
-    """The editor with a fresh adapter, and the optimizer of the adapter."""
-    e, g = args.editor, args.grpo
-    editor = load_editor(
-        e.editor,
-        device=device,
-        dtype=None if e.editor_dtype == "auto" else e.editor_dtype,
-        resolution=e.resolution,
-        revision=e.revision,
-    )
+def build_judge(args: Arguments, device: torch.device) -> Rewards | None:
+    """What is measured beside the reward and never optimised, or None."""
+    if args.reward.judge is None:
+        return None
+    return build_rewards(args.reward.judge, args.reward, device)
+
+
+def check_judge(judge: Rewards | None, reward: Rewards) -> None:
+    """Refuses a judge that is optimised.
+
+    Raises:
+        ConfigError: naming the part that both have.
+    """
+    both = judge.weights.keys() & reward.weights.keys() if judge is not None else set()
+    if both:
+        raise ConfigError(
+            f"--judge {min(both)!r} is a part of the reward, and a judge that is optimised cannot tell when the reward is "
+            "fooled; give another metric, or a function of yours."
+        )
+
+
+def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, torch.optim.AdamW]:
+    """The editor with a fresh adapter or with all weights to be trained, and the optimizer of them.
+
+    With FSDP2 its frozen weights are shared among the processes.
+
+    Raises:
+        ConfigError: options that this editor does not have.
+        EditorError: for what `load_editor` refuses.
+    """
+    e, g = args.editor, args.run
+    dtype = None if e.editor_dtype == "auto" else e.editor_dtype
+    options = {} if e.true_cfg_scale is None else {"true_cfg_scale": e.true_cfg_scale}
+    try:
+        editor = load_editor(
+            e.editor,
+            device=accelerator.device,
+            dtype="float32" if e.train == "full" else dtype,
+            resolution=e.resolution,
+            revision=e.revision,
+            attention_backend=e.attention_backend,
+            **options,
+        )
+    except TypeError as error:
+        if not options:
+            raise
+        raise ConfigError(f"The editor {e.editor!r} has no true_cfg_scale; leave --true_cfg_scale out.") from error
     if e.gradient_checkpointing:
         editor.transformer.enable_gradient_checkpointing()
-    parameters = editor.add_lora(e.lora_rank, e.lora_alpha, generator=generator(g.seed, ADAPTER))
+    if e.train == "full":
+        parameters = editor.train_all()
+    else:
+        parameters = editor.add_lora(e.lora_rank, e.lora_alpha, generator=generator(g.seed, ADAPTER))
+    if sharding.is_sharded(accelerator):
+        sharding.shard(editor.transformer, accelerator)
     optimizer = torch.optim.AdamW(
         parameters, lr=g.learning_rate, betas=(g.adam_beta1, g.adam_beta2), weight_decay=g.weight_decay
     )
     return editor, optimizer
 
 
-def build_prompts(args: Arguments, editor: Editor, reward: TPIPSReward) -> tuple[PromptSource, PromptSource, int]:
+def build_prompts(args: Arguments, editor: Editor, reward: Rewards) -> tuple[PromptSource, PromptSource, int]:
     """Prompts to train on, prompts to evaluate on, and how many of the latter there are.
 
     A user's own edits serve both: their rows in order for the evaluation.
     """
-    g = args.grpo
+    g = args.run
     if g.data is None:
         size = editor.resolution
-        return ProceduralPrompts(g.seed, "train", size), ProceduralPrompts(g.eval_seed, "test", size), g.eval_samples
+        train = ProceduralPrompts(g.seed, "train", size, count=g.train_prompts)
+        return train, ProceduralPrompts(g.eval_seed, "test", size), g.eval_samples
 
     def check(row: Row) -> None:
         """What editor and reward would refuse later, when nothing could be skipped any more."""
-        editor.output_size(torch.empty((3, row.size[1], row.size[0]), device="meta"))
+        if len(row.images) > 1 and not editor.takes_several:
+            raise EditorError(f"it has {len(row.images)} images, but this editor takes one condition image.")
+        editor.output_size([torch.empty((3, height, width), device="meta") for width, height in row.sizes])
         editor.check_instruction(row.instruction)
         reward.check_aspects(row.preserve, row.target)
 
-    train = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
-    aimless = sum(not row.target for row in train.rows)
+    rows = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
+    aimless = sum(not row.target for row in rows.rows)
     if aimless:
         log.warning(
             "%d of %d rows name no target aspects: there, leaving the photograph as it is scores best",
             aimless,
-            len(train),
+            len(rows),
         )
-    return train, train.in_file_order(), min(g.eval_samples, len(train))
+    return rows, rows.in_file_order(), min(g.eval_samples, len(rows))
 
 
-def describe(args: Arguments, editor: Editor, reward: TPIPSReward, accelerator: Accelerator) -> dict[str, Any]:
+def describe(job: Job) -> dict[str, Any]:
     """What ran, for ``summary.json``."""
+    args, accelerator = job.args, job.accelerator
+    gates = [reward.gate for reward in job.reward.tpips()]
     return {
+        "recipe": args.algorithm.recipe,
         "editor": args.editor.editor,
-        "pipeline": editor.pipeline_class,
+        "pipeline": job.editor.pipeline_class,
         "metric": args.reward.metric,
-        "reward": str(reward.spec),
-        "gate": reward.gate.kind,
-        "gate_threshold": reward.gate.threshold,
-        "seed": args.grpo.seed,
-        "eval_seed": args.grpo.eval_seed,
-        "trained_parameters": sum(p.numel() for p in editor.lora_parameters()),
+        "reward": job.reward.text,
+        "judge": args.reward.judge,
+        "gate": gates[0].kind if gates else None,
+        "gate_threshold": gates[0].threshold if gates else None,
+        "seed": args.run.seed,
+        "eval_seed": args.run.eval_seed,
+        "trained_parameters": sum(p.numel() for p in job.editor.lora_parameters()),
         "processes": accelerator.num_processes,
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),

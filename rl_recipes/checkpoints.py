@@ -54,7 +54,7 @@ def save_checkpoint(
         iteration: how many iterations are done.
         module: its trainable parameters are saved exactly.
         optimizer: anything with ``state_dict()``.
-        extra: plain numbers, texts, lists and dicts.
+        extra: plain numbers, texts, lists, dicts and tensors.
         keep: older checkpoints beyond so many are removed once the new one is there.
         also: writes further files into the folder that it is given.
 
@@ -166,9 +166,9 @@ def _steps(folder: Path) -> list[Path]:
 
 def _write_manifest(folder: Path, iteration: int) -> None:
     files = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         sync(file)
-        files[file.name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        files[file.relative_to(folder).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
     text = json.dumps({"iteration": iteration, "files": files}, indent=2)
     (folder / _MANIFEST).write_text(text, encoding="utf-8")
     sync(folder / _MANIFEST)

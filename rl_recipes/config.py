@@ -1,28 +1,23 @@
-"""The settings of a run: three dataclasses, read from flags, from ``--config file.yaml``, or both (flags win)."""
+"""The settings of a run: a dataclass for each part that all recipes share, and one for each algorithm.
+
+``rl_recipes/parsing.py`` reads them from flags, from ``--config file.yaml``, or both.
+"""
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
 
-import yaml
-from trl import TrlParser
-
-from rl_recipes.editors.registry import DEFAULTS_FILE, preset_for
 from tpips_reward.errors import TPIPSError
 
-PRESETS = Path(__file__).parent / "configs"
 #: Minutes that the built-in job may take when nothing else is said: it must end within ten on two cores.
 BUILTIN_MINUTES = 9.5
 #: Settings that may differ between a run and its continuation; any other would make it another run.
 RESUMABLE = frozenset(
     {
         "output_dir", "resume", "overwrite", "preset", "max_steps", "max_minutes", "save_steps",
-        "save_total_limit", "report_to", "threads", "sample_grids", "on_bad_row",
+        "save_total_limit", "report_to", "threads", "sample_grids", "on_bad_row", "stop_on_hack", "reward_retries",
+        "push_to_hub", "hub_model_id", "hub_private",
     }
 )  # fmt: skip
 
@@ -55,6 +50,15 @@ class EditorArguments:
     gradient_checkpointing: bool = _setting(
         False, "Recompute the transformer's activations in the backward pass: less memory, about a third more time."
     )
+    train: Literal["lora", "full"] = _setting(
+        "lora", "What trains: an adapter, or all of the transformer's weights (float32, several times the memory)."
+    )
+    attention_backend: str | None = _setting(
+        None, "The transformer's attention kernel, by diffusers' own name: native, flash, xformers, ...; left out: its choice."
+    )
+    true_cfg_scale: float | None = _setting(
+        None, "FLUX.1 and Kontext: classifier-free guidance beside the distilled one; left out or 1: none."
+    )
     lora_rank: int = _setting(16, "Rank of the LoRA.")
     lora_alpha: int = _setting(32, "Scale of the LoRA (alpha / rank).")
 
@@ -63,7 +67,10 @@ class EditorArguments:
 class RewardArguments:
     """What is optimised."""
 
-    reward: str = _setting("tpips:preserve", "One reward, or several: 'tpips:preserve=0.7,tpips:target=0.3'.")
+    reward: str = _setting(
+        "tpips:preserve",
+        "One reward, or several with weights: 'tpips:preserve=0.7,my_module:function=0.3'; docs/recipes.md has the options.",
+    )
     metric: str = _setting("builtin:late", "The TPIPS metric: 'builtin:late', 'released:late', a Hub id or a folder.")
     metric_revision: str | None = _setting(None, "Branch, tag or commit of the metric on the Hub.")
     gate: Literal["change", "none"] = _setting(
@@ -74,26 +81,36 @@ class RewardArguments:
     reward_dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto", "Type of the metric's weights; 'auto' is float32 on a CPU and bfloat16 elsewhere."
     )
+    reward_device: str | None = _setting(None, "Device of the metric, such as cuda:1; left out: the editor's.")
+    reward_retries: int = _setting(2, "A reward of your own or on a server that fails is asked again so many times.")
+    normalise: Literal["together", "separately"] = _setting(
+        "together", "Several rewards are added, then normalised to advantages; or each is normalised, then added."
+    )
+    judge: str | None = _setting(
+        None, "A reward that is measured on one edit of each group and never optimised; left out: known scenes, if any."
+    )
 
 
 @dataclass
-class GRPOArguments:
-    """Prompts, rollouts, the update, and what the run leaves behind."""
+class RunArguments:
+    """What all recipes share: prompts, the optimizer, the evaluation, and what the run leaves behind."""
 
     data: str | None = _setting(None, "A JSONL file of your own edits; left out: procedural edits.")
     on_bad_row: Literal["skip", "error"] = _setting(
         "skip", "Bad rows of --data are named and skipped, or stop the run."
     )
 
+    skip_saturated: bool = _setting(
+        False, "Rows of --data whose edits all had the top reward, visit after visit, are skipped for some epochs."
+    )
+    saturated_at: float = _setting(0.95, "The lowest reward that counts as the top (--skip_saturated).")
+    train_prompts: int = _setting(0, "So many procedural edits, over and over; 0: never the same twice.")
+
     prompts_per_iteration: int = _setting(12, "(source, instruction) pairs an iteration, over all processes.")
     num_generations: int = _setting(8, "Edits of each pair: the group.")
     samples_per_batch: int = _setting(0, "Edits in one pass through the editor; 0: all where sizes are equal.")
     num_inference_steps: int = _setting(6, "Denoising steps of a rollout.")
     eval_inference_steps: int = _setting(8, "Denoising steps in the evaluation; 0: as many as in a rollout.")
-    sde_window: int = _setting(2, "The first so many steps are stochastic; the rest follow the ODE.")
-    train_steps: int = _setting(2, "So many of the stochastic steps, drawn anew each iteration, are trained on.")
-    eta: float = _setting(0.7, "Noise level of the stochastic steps.")
-    sde_kind: Literal["flow_sde", "dance", "cps"] = _setting("flow_sde", "Rule of the stochastic steps.")
 
     learning_rate: float = _setting(1.2e-3, "Learning rate of AdamW.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = _setting("constant", "Decay over max_steps.")
@@ -101,15 +118,9 @@ class GRPOArguments:
     adam_beta1: float = _setting(0.9, "First momentum of AdamW.")
     adam_beta2: float = _setting(0.999, "Second momentum of AdamW.")
     max_grad_norm: float = _setting(1.0, "Gradients are clipped to this norm.")
-    num_iterations: int = _setting(1, "Passes over each rollout.")
-    update_each_step: bool = _setting(False, "An optimizer step after each trained denoising step, not one for all.")
-    epsilon: float = _setting(1e-4, "PPO clip of the likelihood ratio.")
-    adv_clip: float = _setting(5.0, "Advantages are clipped to this size.")
-    advantage_std: Literal["group", "batch"] = _setting(
-        "group", "Advantages are divided by the standard deviation of the group, or of the whole batch."
-    )
-    beta: float = _setting(
-        0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
+
+    ema_decay: float = _setting(
+        0.0, "Moving average of the trained weights, which is evaluated and saved in their place; 0: none."
     )
 
     max_steps: int = _setting(80, "Iterations.")
@@ -131,198 +142,186 @@ class GRPOArguments:
     save_steps: int = _setting(10, "Iterations between checkpoints.")
     save_total_limit: int = _setting(2, "So many checkpoints are kept.")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _setting("none", "A tracker, through accelerate.")
+    stop_on_hack: bool = _setting(False, "Training ends at the first sign that the reward is being fooled.")
+    push_to_hub: bool = _setting(False, "Upload adapter, report and samples to the Hub at the end.")
+    hub_model_id: str | None = _setting(None, "The repository on the Hub, such as me/my-editor-lora.")
+    hub_private: bool = _setting(True, "A repository that is made for it is private.")
+
+
+@dataclass
+class GroupAdvantageArguments:
+    """How rewards become advantages within a group."""
+
+    adv_clip: float = _setting(5.0, "Advantages are clipped to this size.")
+    advantage_std: Literal["group", "batch"] = _setting(
+        "group", "Advantages are divided by the standard deviation of the group, or of the whole batch."
+    )
+
+
+@dataclass
+class PolicyArguments:
+    """Stochastic steps and the clipped update: what recipes with a likelihood ratio share."""
+
+    sde_window: int = _setting(2, "So many neighbouring steps are stochastic; the rest follow the ODE.")
+    window: Literal["first", "slide", "random"] = _setting(
+        "first", "Where they are: the first steps, a window that slides on, or a new place each time."
+    )
+    window_every: int = _setting(1, "Iterations before the window moves.")
+    window_stride: int = _setting(1, "Steps that a sliding window moves by.")
+    window_limit: int = _setting(0, "The window stays within the first so many steps; 0: wherever the rule adds noise.")
+    train_steps: int = _setting(2, "So many of the stochastic steps, drawn anew each iteration, are trained on.")
+    eta: float = _setting(0.7, "Noise level of the stochastic steps.")
+    sde_kind: Literal["flow_sde", "dance", "cps"] = _setting("flow_sde", "Rule of the stochastic steps.")
+
+    num_iterations: int = _setting(1, "Passes over each rollout.")
+    update_each_step: bool = _setting(False, "An optimizer step after each trained denoising step, not one for all.")
+    epsilon: float = _setting(1e-4, "PPO clip of the likelihood ratio.")
+    ratio: Literal["plain", "guard"] = _setting(
+        "plain", "'guard' is GRPO-Guard's normalised ratio; its epsilon is smaller than the plain one's by about eta."
+    )
+    beta: float = _setting(
+        0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
+    )
+
+    def last_sde_step(self, num_steps: int) -> int:
+        """So many steps, from the first, may be stochastic: all, but with cps, which adds no noise in a last step."""
+        return self.window_limit or (num_steps - 1 if self.sde_kind == "cps" else num_steps)
+
+    def check(self, run: RunArguments) -> None:
+        """Refuses settings that contradict each other.
+
+        Raises:
+            ConfigError: naming them.
+        """
+        steps = run.num_inference_steps
+        for name, value in {"sde_window": self.sde_window, "window_limit": self.window_limit}.items():
+            if value > steps:
+                raise ConfigError(f"{name} is {value}, but there are only {steps} steps (num_inference_steps).")
+        if self.sde_kind == "cps" and (self.eta > 1 or max(self.sde_window, self.window_limit) == steps):
+            raise ConfigError(
+                f"With sde_kind 'cps', eta must be at most 1 (it is {self.eta:g}) and sde_window and window_limit below "
+                f"num_inference_steps (they are {self.sde_window} and {self.window_limit} of {steps}): the rule adds no "
+                "noise in a last step."
+            )
+        if self.sde_window > self.last_sde_step(steps):
+            raise ConfigError(f"sde_window is {self.sde_window}, but window_limit leaves {self.window_limit} steps to it.")
+        if self.window == "slide" and self.window_stride > self.sde_window:
+            raise ConfigError(
+                f"window_stride is {self.window_stride}, but the window has {self.sde_window} steps (sde_window): it would "
+                "never reach those between."
+            )
+        if self.train_steps > self.sde_window:
+            raise ConfigError(
+                f"train_steps is {self.train_steps}, but only {self.sde_window} steps are stochastic (sde_window)."
+            )
+
+
+@dataclass
+class GRPOArguments(PolicyArguments, GroupAdvantageArguments):
+    """Flow-GRPO, with Dance-SDE, CPS, moving windows and GRPO-Guard as options."""
+
+    recipe: ClassVar[str] = "grpo_edit"
+    least_generations: ClassVar[int] = 2
+    #: Defaults of this recipe for settings that all share.
+    shared: ClassVar[dict[str, Any]] = {}
+
+
+@dataclass
+class DDPOArguments(PolicyArguments):
+    """DDPO: the same update, with each prompt's own earlier rewards in place of a group."""
+
+    recipe: ClassVar[str] = "ddpo_edit"
+    least_generations: ClassVar[int] = 1
+    # A few prompts that come again, since their earlier rewards are what an edit is compared with.
+    shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/ddpo_edit", "train_prompts": 48}
+
+    adv_clip: float = _setting(5.0, "Advantages are clipped to this size.")
+    advantage_std: Literal["prompt", "batch"] = _setting(
+        "prompt", "Advantages are divided by the standard deviation of the prompt's rewards, or of the whole batch's."
+    )
+    buffer_size: int = _setting(32, "So many of a prompt's latest rewards are kept.")
+    min_count: int = _setting(8, "A prompt with fewer is compared with the whole batch.")
+
+    def check(self, run: RunArguments) -> None:
+        """Refuses settings that contradict each other."""
+        super().check(run)
+        if self.min_count > self.buffer_size:
+            raise ConfigError(f"min_count is {self.min_count}, which a buffer_size of {self.buffer_size} never reaches.")
+
+
+@dataclass
+class NFTArguments(GroupAdvantageArguments):
+    """DiffusionNFT: trained on the forward process, sampled with the ODE; no likelihoods."""
+
+    recipe: ClassVar[str] = "nft_edit"
+    least_generations: ClassVar[int] = 2
+    shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/nft_edit"}
+
+    nft_beta: float = _setting(1.0, "Strength of the implicit guidance; smaller is stronger.")
+    kl_weight: float = _setting(0.0, "Weight of the squared distance to the velocity of the editor without its adapter.")
+    noise_levels: int = _setting(2, "Each edit is noised to so many levels in a pass.")
+    noise_level_kind: Literal["schedule", "uniform", "logit_normal"] = _setting(
+        "schedule", "Where they come from: the sampler's own levels, spread evenly, or mostly the middle."
+    )
+    num_iterations: int = _setting(1, "Passes over each rollout, with noise of their own.")
+    old_decay_rate: float = _setting(0.001, "The old policy, which samples, keeps this share more of itself each iteration,")
+    old_decay_most: float = _setting(0.5, "but never more than this share; 0: it is the policy itself.")
+
+    def check(self, run: RunArguments) -> None:
+        """Refuses settings that contradict each other."""
+        if self.noise_level_kind == "schedule" and self.noise_levels > run.num_inference_steps:
+            raise ConfigError(
+                f"noise_levels is {self.noise_levels}, but the schedule has {run.num_inference_steps} "
+                "(num_inference_steps); take another noise_level_kind."
+            )
+
+
+@dataclass
+class BackpropArguments:
+    """Direct backpropagation of the reward: DRaFT-K, AlignProp and ReFL."""
+
+    recipe: ClassVar[str] = "backprop_edit"
+    least_generations: ClassVar[int] = 1
+    shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/backprop_edit", "num_generations": 1}
+
+    backprop: Literal["draft", "alignprop", "refl"] = _setting(
+        "draft", "The gradient goes through the last steps, through a number of them that is drawn, or through one."
+    )
+    last_steps: int = _setting(2, "K: the gradient reaches at most the last so many steps.")
+    kl_weight: float = _setting(0.0, "Weight of the squared distance to the velocity of the editor without its adapter.")
+    recompute: bool = _setting(
+        False, "Recompute each denoising step and the decoder in the backward pass: memory hardly grows with K."
+    )
+
+    def check(self, run: RunArguments) -> None:
+        """Refuses settings that contradict each other."""
+        if self.last_steps > run.num_inference_steps:
+            raise ConfigError(
+                f"last_steps is {self.last_steps}, but there are only {run.num_inference_steps} steps "
+                "(num_inference_steps)."
+            )
+
+
+Algorithm = GRPOArguments | DDPOArguments | NFTArguments | BackpropArguments
+ALGORITHMS: tuple[type[Algorithm], ...] = (GRPOArguments, DDPOArguments, NFTArguments, BackpropArguments)
 
 
 @dataclass
 class Arguments:
-    """All settings of a run."""
+    """All settings of a run; ``algorithm`` is the dataclass of the recipe that runs."""
 
     editor: EditorArguments
     reward: RewardArguments
-    grpo: GRPOArguments
+    run: RunArguments
+    algorithm: Any
 
     def to_dict(self) -> dict[str, Any]:
         """All settings in one flat dict, as ``--config`` reads them."""
-        return {**asdict(self.editor), **asdict(self.reward), **asdict(self.grpo)}
+        return {**asdict(self.editor), **asdict(self.reward), **asdict(self.run), **asdict(self.algorithm)}
 
     def time_limit(self) -> float:
         """Seconds that the whole run may take; infinite when there is no limit."""
-        minutes = self.grpo.max_minutes
+        minutes = self.run.max_minutes
         if minutes is None:
-            minutes = BUILTIN_MINUTES if self.editor.editor == "builtin" and self.grpo.data is None else 0.0
+            minutes = BUILTIN_MINUTES if self.editor.editor == "builtin" and self.run.data is None else 0.0
         return minutes * 60.0 if minutes > 0 else float("inf")
-
-
-class _Parser(TrlParser):
-    """TrlParser whose errors are one sentence instead of a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}. --help lists all flags.")
-
-
-def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Reads the settings: dataclass defaults, then the editor's preset, then ``--config``, then flags.
-
-    With ``--resume`` the settings of the run in ``output_dir`` take the preset's place.
-
-    Raises:
-        ConfigError: for an unknown flag or setting, a value of the wrong type, or one out of range.
-    """
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    parser = _Parser((EditorArguments, RewardArguments, GRPOArguments), allow_abbrev=False)
-    config, argv = _take_config(list(argv))
-    # The preset depends on the editor, which may come from either place, so both are read once before it.
-    first = _parse(parser, config, argv)
-    _check_types(first)
-    _check_names(first)
-    base = _saved_settings(first.grpo.output_dir) if first.grpo.resume else _preset(first.editor)
-    parser = _Parser((EditorArguments, RewardArguments, GRPOArguments), allow_abbrev=False)
-    args = _parse(parser, {**base, **config}, argv)
-    _check_types(args)
-    _check_ranges(args)
-    if args.grpo.resume:
-        _check_resumable(base, args)
-    return args
-
-
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML mapping of settings.
-
-    Raises:
-        ConfigError: when the file is missing, is not YAML, or is not a mapping.
-    """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"The config file {path} cannot be read ({error.strerror}); check --config.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"The config file {path} is not YAML: {' '.join(str(error).split())[:300]}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"The config file {path} must hold 'setting: value' lines, not {type(content).__name__}.")
-    return content
-
-
-def _take_config(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    if "--config" not in argv:
-        return {}, argv
-    at = argv.index("--config")
-    if at + 1 >= len(argv):
-        raise ConfigError("--config needs a file name after it.")
-    return load_yaml(argv[at + 1]), argv[:at] + argv[at + 2 :]
-
-
-def _parse(parser: _Parser, settings: dict[str, Any], argv: list[str]) -> Arguments:
-    known = [f.name for cls in (EditorArguments, RewardArguments, GRPOArguments) for f in fields(cls)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"Unknown setting {name!r} in the config file.{_nearest(str(name), known)}")
-    parser.set_defaults_with_config(**settings)
-    *parsed, rest = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
-    if rest:
-        name = rest[0].split("=")[0]
-        raise ConfigError(f"Unknown flag {name}.{_nearest(name.lstrip('-').replace('-', '_'), known, '--')}")
-    return Arguments(*parsed)
-
-
-def _nearest(name: str, known: list[str], dashes: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {dashes}{near[0]}?" if near else " --help lists all flags."
-
-
-def _preset(editor: EditorArguments) -> dict[str, Any]:
-    name = editor.preset
-    if name == "auto":
-        # A folder that brings defaults of its own is a small editor, to which a preset for GPUs does not apply.
-        own = editor.editor == "builtin" or os.path.isfile(os.path.join(editor.editor, DEFAULTS_FILE))
-        name = "none" if own else preset_for(editor.editor)
-    if name == "none":
-        return {}
-    path = PRESETS / f"{name}.yaml"
-    if not path.is_file():
-        there = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
-        raise ConfigError(f"There is no preset {name!r}; there are {there}, 'auto' and 'none'.")
-    return load_yaml(path)
-
-
-def _saved_settings(output_dir: str) -> dict[str, Any]:
-    path = Path(output_dir) / "config.yaml"
-    if not os.path.isfile(path):
-        raise ConfigError(f"Nothing to resume: {output_dir} holds no run. Check --output_dir, or leave out --resume.")
-    return load_yaml(path)
-
-
-def _check_resumable(saved: dict[str, Any], args: Arguments) -> None:
-    for name, value in args.to_dict().items():
-        if name not in RESUMABLE and name in saved and saved[name] != value:
-            raise ConfigError(
-                f"--resume continues a run with {name} = {saved[name]!r}, but {value!r} was given; "
-                f"leave the flag out, or start anew in another --output_dir."
-            )
-
-
-def _check_types(args: Arguments) -> None:
-    for part in (args.editor, args.reward, args.grpo):
-        hints = get_type_hints(type(part))
-        for item in fields(part):
-            value, hint = getattr(part, item.name), hints[item.name]
-            if get_origin(hint) is Literal:
-                if value not in get_args(hint):
-                    choices = ", ".join(map(repr, get_args(hint)))
-                    raise ConfigError(f"{item.name} must be one of {choices}, not {value!r}.")
-                continue
-            allowed = get_args(hint) or (hint,)
-            if float in allowed and type(value) is int:
-                value = float(value)
-                setattr(part, item.name, value)
-            if type(value) not in allowed:
-                names = " or ".join(t.__name__ for t in allowed if t is not type(None))
-                raise ConfigError(f"{item.name} must be of type {names}, not {value!r}.")
-
-
-def _check_names(args: Arguments) -> None:
-    values = args.to_dict()
-    for name in ("editor", "metric", "reward", "output_dir"):
-        if not values[name].strip():
-            raise ConfigError(f"{name} is empty; --help shows its default.")
-        if "\0" in values[name]:
-            raise ConfigError(f"{name} holds a NUL character, which no name may: {values[name]!r}.")
-
-
-def _check_ranges(args: Arguments) -> None:
-    g = args.grpo
-    lowest: dict[str, float] = {
-        "resolution": 16, "lora_rank": 1, "lora_alpha": 1, "guidance_scale": 0, "prompts_per_iteration": 1,
-        "num_generations": 2, "samples_per_batch": 0, "num_inference_steps": 1, "eval_inference_steps": 0, "sde_window": 1,
-        "train_steps": 1, "learning_rate": 0, "weight_decay": 0, "num_iterations": 1, "beta": 0,
-        "max_steps": 0, "max_minutes": 0, "threads": 0, "seed": 0, "eval_seed": 0, "eval_samples": 0,
-        "sample_grids": 0, "save_steps": 1, "save_total_limit": 1,
-    }  # fmt: skip
-    # Beyond these a slip of the finger would fill the memory, or the machine, before anything could be said.
-    highest: dict[str, float] = {"resolution": 8192, "lora_rank": 4096, "threads": 1024}
-    values = args.to_dict()
-    for name, low in lowest.items():
-        high = highest.get(name, float("inf"))
-        if values[name] is not None and not (low <= values[name] <= high and values[name] < float("inf")):
-            bounds = f"between {low:g} and {high:g}" if name in highest else f"a number of at least {low:g}"
-            raise ConfigError(f"{name} must be {bounds}, not {values[name]!r}.")
-    for name in ("eta", "epsilon", "adv_clip", "max_grad_norm", "gate_weight"):
-        if not 0 < values[name] < float("inf"):
-            raise ConfigError(f"{name} must be a number above 0, not {values[name]!r}.")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= values[name] < 1:
-            raise ConfigError(f"{name} must be at least 0 and below 1, not {values[name]!r}.")
-    if g.sde_window > g.num_inference_steps:
-        raise ConfigError(
-            f"sde_window is {g.sde_window}, but there are only {g.num_inference_steps} steps (num_inference_steps)."
-        )
-    if g.sde_kind == "cps" and (g.eta > 1 or g.sde_window == g.num_inference_steps):
-        raise ConfigError(
-            f"With sde_kind 'cps', eta must be at most 1 (it is {g.eta:g}) and sde_window below num_inference_steps "
-            f"(it is {g.sde_window} of {g.num_inference_steps}): the rule adds no noise in a last step."
-        )
-    if g.train_steps > g.sde_window:
-        raise ConfigError(f"train_steps is {g.train_steps}, but only {g.sde_window} steps are stochastic (sde_window).")
-    if g.overwrite and g.resume:
-        raise ConfigError("--overwrite and --resume contradict each other; give one of them.")
-    if g.data is not None and not os.path.isfile(g.data):
-        raise ConfigError(f"--data {g.data} is no file; give a JSONL file with one edit a line.")

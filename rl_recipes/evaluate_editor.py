@@ -25,9 +25,9 @@ from accelerate.utils import InitProcessGroupKwargs
 from tqdm import tqdm
 
 from rl_recipes import rendering
-from rl_recipes.config import PRESETS, load_yaml
 from rl_recipes.editors import Editor, load_editor
 from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
+from rl_recipes.parsing import PRESETS, load_yaml
 from rl_recipes.runs import RunFolder, write_json
 from tpips_reward import load_metric
 from tpips_reward.aspects import parse_proposer

@@ -10,28 +10,28 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rl_recipes.config import Arguments
-from rl_recipes.editors import Editor
-from rl_recipes.grpo import decode, encode, same_size_batches, score
+from rl_recipes.algorithms.hacks import copies
+from rl_recipes.collecting import decode, encode, fitted_source, same_size_batches, score
+from rl_recipes.job import Job, any_process
 from rl_recipes.prompts import Prompt, PromptSource
 from rl_recipes.rollout import rollout
-from rl_recipes.runs import RunError, RunFolder, read_json, write_atomic, write_json
+from rl_recipes.runs import RunError, read_json, write_atomic, write_json
 from rl_recipes.seeds import EVALUATION, generator
-from tpips_reward.rewards import TPIPSReward
+from rl_recipes.sharding import is_sharded
 from tpips_reward.scenes import measure_edit
+from tpips_reward.stopping import Interrupted
 
 #: Measures of ``summary.json``; the second value says which direction is better (+1 higher, -1 lower).
 MEASURES: dict[str, int] = {
     "preserve": 1, "target": 1, "edit_success": 1, "drift": -1, "object_lost": -1, "l1_to_ideal": -1, "copy_rate": -1,
 }  # fmt: skip
-#: Without known scenes an edit counts as a copy when it differs from its source by less than this on average (0 to 1).
-COPY_L1 = 0.02
+#: What a row has beside them.
+_ABOUT = ("key", "kind", "instruction", "reward", "aspects")
 _BOOTSTRAP = 2000
 #: With fewer pairs a resampled mean says nothing about the spread, and there is no standard error.
 MIN_PAIRS = 8
@@ -44,8 +44,8 @@ class Evaluation:
     """The measures of each edit, and the first few edited images.
 
     Attributes:
-        rows: a dict an edit: ``key``, ``kind``, ``instruction``, and every name of :data:`MEASURES`, None where it
-            cannot be known (edits of photographs have no ideal).
+        rows: a dict an edit: ``key``, ``kind``, ``instruction``, ``reward``, ``aspects`` (its similarities and changes by
+            aspect), and every name of :data:`MEASURES`, None where it cannot be known (edits of photographs have no ideal).
         images: the first edits, (3, H, W) float in [0, 1], for the grids.
         seconds: what the evaluation took.
     """
@@ -91,7 +91,7 @@ class Evaluation:
         kept = read_json(folder / "before.json")
         try:
             rows, seconds = kept["rows"], float(kept["seconds"])
-            if any(row.keys() != {"key", "kind", "instruction", *MEASURES} for row in rows):
+            if any(row.keys() != {*_ABOUT, *MEASURES} for row in rows):
                 raise KeyError("a row has other measures")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
@@ -102,15 +102,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    editor: Editor,
-    reward: TPIPSReward,
-    prompts: PromptSource,
-    count: int,
-    args: Arguments,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    name: str,
-    progress: Callable[[int], None] = lambda done: None,
+    job: Job, prompts: PromptSource, count: int, name: str, progress: Callable[[int], None] = lambda done: None
 ) -> Evaluation:
     """Edits the first ``count`` prompts once each, without added noise, and measures the results.
 
@@ -124,33 +116,52 @@ def evaluate(
 
     Returns:
         the evaluation; in every process where there are several.
+
+    Raises:
+        Interrupted: when any process was asked to stop.
     """
-    g, guidance = args.grpo, args.editor.guidance_scale
-    own = range(accelerator.process_index, count, accelerator.num_processes)
+    run, guidance, accelerator = job.args.run, job.args.editor.guidance_scale, job.accelerator
+    # Processes that share weights must call the transformer equally often; what is too many is dropped below.
+    world = accelerator.num_processes
+    own = range(accelerator.process_index, -(-count // world) * world if is_sharded(accelerator) else count, world)
     found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
-    most = g.samples_per_batch or g.prompts_per_iteration * g.num_generations
+    most = run.samples_per_batch or run.prompts_per_iteration * run.num_generations
     asked = _once_each(((index, prompts[index]) for index in own), lambda item: item[1].key)
-    for batch in same_size_batches(asked, lambda item: editor.output_size(item[1].image), most):
+    batches = same_size_batches(asked, lambda item: job.editor.output_size(item[1].image), most)
+    while True:
+        batch = next(batches, None)
+        # Processes may have unequal numbers of batches; each goes on answering until all are done.
+        stop, more = any_process(accelerator, job.stop.requested, batch is not None)
+        if stop:
+            raise Interrupted
+        if not more:
+            break
+        if batch is None:
+            continue
         chosen = [prompt for _, prompt in batch]
-        conditions = encode(editor, chosen, guidance)
-        generators = [generator(g.eval_seed, EVALUATION, index) for index, _ in batch]
-        steps = g.eval_inference_steps or g.num_inference_steps
+        conditions = encode(job.editor, chosen, guidance)
+        generators = [generator(run.eval_seed, EVALUATION, index) for index, _ in batch]
+        steps = run.eval_inference_steps or run.num_inference_steps
         with accelerator.autocast():  # the transformer alone, as in training
-            final = rollout(editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
-        edits = decode(editor, final, conditions, f"evaluation_{name}")
-        sources = [editor.fit(prompt.image).to(edits[0].device) for prompt in chosen]
-        out = score(reward, edits, sources, chosen, f"evaluation_{name}", folder)
+            final = rollout(job.editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
+        edits = decode(job.editor, final, conditions, f"evaluation_{name}")
+        sources = [fitted_source(job.editor, prompt) for prompt in chosen]
+        out = score(job.reward, edits, sources, chosen, f"evaluation_{name}", job.folder)
+        nothing = torch.full((len(batch),), math.nan)
         for i, (index, prompt) in enumerate(batch):
             row: dict[str, Any] = {
                 "key": prompt.key,
                 "kind": prompt.edit.kind if prompt.edit else None,
                 "instruction": prompt.instruction,
+                "reward": float(out.scores[i]),
+                "aspects": out.per_aspect[i],
+                "preserve": _known(out.terms.get("preserve", nothing)[i]),
+                "target": _known(out.terms.get("change", nothing)[i]),
             }
-            row |= {"preserve": _known(out.terms["preserve"][i]), "target": _known(out.terms["change"][i])}
             row |= _measure(prompt, edits[i], sources[i])
-            found.append((index, row, edits[i].cpu() if index < g.sample_grids else None))
+            found.append((index, row, edits[i].cpu() if index < run.sample_grids else None))
         progress(len(found))
-    found = sorted(gather_object(found), key=lambda item: item[0])
+    found = sorted((item for item in gather_object(found) if item[0] < count), key=lambda item: item[0])
     found = list(_once_each(found, lambda item: str(item[1]["key"])))
     return Evaluation([row for _, row, _ in found], [image for _, _, image in found if image is not None])
 
@@ -233,8 +244,8 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
 
 def _measure(prompt: Prompt, edit: torch.Tensor, source: torch.Tensor) -> dict[str, float | None]:
     if prompt.edit is None:
-        copied = float((edit - source).abs().mean()) < COPY_L1
-        return {**dict.fromkeys(MEASURES.keys() - {"preserve", "target"}), "copy_rate": float(copied)}
+        unknown = dict.fromkeys(MEASURES.keys() - {"preserve", "target"})
+        return {**unknown, "copy_rate": float(copies([edit], [source])[0])}
     measures = measure_edit(prompt.edit, edit)
     return {
         "edit_success": float(measures.success),

@@ -44,7 +44,7 @@ class Prompt:
     """One edit to ask for.
 
     Attributes:
-        image: the source, (3, H, W) float32 in [0, 1].
+        image: the source, (3, H, W) float32 in [0, 1]; or several, for editors of several condition images.
         instruction: the sentence for the editor.
         preserve: aspects that must stay.
         target: aspects that must change; may be empty where the user named none.
@@ -52,7 +52,7 @@ class Prompt:
         edit: the procedural edit with its known ideal, or None.
     """
 
-    image: torch.Tensor
+    image: torch.Tensor | tuple[torch.Tensor, ...]
     instruction: str
     preserve: tuple[str, ...]
     target: tuple[str, ...]
@@ -67,20 +67,40 @@ class PromptSource(Protocol):
         """The prompt at any position >= 0; a source of finite length starts over."""
         ...
 
+    def key_at(self, position: int) -> str:
+        """The key of the prompt at a position, without loading it."""
+        ...
+
+    @property
+    def period(self) -> int | None:
+        """So many positions hold each prompt once; None where none comes again."""
+        ...
+
 
 class ProceduralPrompts:
-    """Endless procedural edits; the prompt at a position depends on the seed, the split and the position alone.
+    """Procedural edits; the prompt at a position depends on the seed, the split and the position alone.
 
     Args:
         seed: a run's seed.
         split: "train", or "test" for combinations of edit, shape and value that never occur in training.
         size: side of the rendered images in pixels.
+        count: so many edits, over and over; 0: endless.
     """
 
-    def __init__(self, seed: int, split: Literal["train", "test"] = "train", size: int = 64) -> None:
-        self.seed, self.split, self.size = seed, split, size
+    def __init__(self, seed: int, split: Literal["train", "test"] = "train", size: int = 64, count: int = 0) -> None:
+        self.seed, self.split, self.size, self.count = seed, split, size, count
+
+    @property
+    def period(self) -> int | None:
+        """How many edits there are; None for endless ones."""
+        return self.count or None
+
+    def key_at(self, position: int) -> str:
+        """The key of the prompt at a position."""
+        return f"{self.split}-{position % self.count if self.count else position:06d}"
 
     def __getitem__(self, position: int) -> Prompt:
+        position = position % self.count if self.count else position
         rng = np.random.default_rng([self.seed, self.split == "test", position])
         edit = sample_edit(rng, self.split)
         return Prompt(
@@ -88,19 +108,19 @@ class ProceduralPrompts:
             instruction=edit.instruction,
             preserve=tuple(edit.preserve),
             target=tuple(edit.target),
-            key=f"{self.split}-{position:06d}",
+            key=self.key_at(position),
             edit=edit,
         )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A checked row of a data file."""
+    """A checked row of a data file; sizes are (width, height) of each image."""
 
     line: int
-    image: Path
-    size: tuple[int, int]
-    bytes: int
+    images: tuple[Path, ...]
+    sizes: tuple[tuple[int, int], ...]
+    bytes: tuple[int, ...]
     instruction: str
     preserve: tuple[str, ...]
     target: tuple[str, ...]
@@ -109,7 +129,8 @@ class Row:
 class JSONLPrompts:
     """A user's own edits: ``{"image": "photo.jpg", "instruction": "…", "preserve": ["…"], "target": ["…"]}`` a line.
 
-    Image paths are relative to the file. ``target`` may be left out. Every epoch has its own order, from the seed.
+    Image paths are relative to the file; editors of several condition images take a list of them. ``target`` may be left
+    out. Every epoch has its own order, from the seed.
     Headers of all images are read at once; pixels when a prompt is drawn.
 
     Args:
@@ -162,6 +183,15 @@ class JSONLPrompts:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def period(self) -> int | None:
+        """The number of rows."""
+        return len(self.rows)
+
+    def key_at(self, position: int) -> str:
+        """The key of the row at a position; of one whose pixels turn out broken it is that row's own."""
+        return f"line-{self.rows[self._row_at(position)].line}"
+
     def __getitem__(self, position: int) -> Prompt:
         # A photograph whose pixels turn out to be broken gives its place to the next row of the same order.
         for shift in range(len(self.rows)):
@@ -169,11 +199,12 @@ class JSONLPrompts:
             if row.line in self._broken:
                 continue
             try:
-                image = load_image(row.image)
+                loaded = tuple(load_image(path) for path in row.images)
             except PromptError as error:
                 self._broken.add(row.line)
                 self._reject(row.line, str(error))
                 continue
+            image = loaded[0] if len(loaded) == 1 else loaded
             return Prompt(image, row.instruction, row.preserve, row.target, key=f"line-{row.line}")
         raise PromptError(f"No image in {self.path} can be decoded any more; the last reason: {self.bad[-1][1]}")
 
@@ -219,17 +250,21 @@ def parse_row(line: bytes, number: int, folder: Path) -> Row:
     for name in ("image", "instruction", "preserve"):
         if name not in row:
             raise PromptError(f"{name!r} is missing; it has {', '.join(map(repr, row)) or 'no keys'}.")
-    for name in ("image", "instruction"):
-        if not isinstance(row[name], str) or not row[name].strip():
-            raise PromptError(f"{name!r} must be a text, not {row[name]!r}.")
+    names = row["image"] if isinstance(row["image"], list) and row["image"] else [row["image"]]
+    for name, texts in (("image", names), ("instruction", [row["instruction"]])):
+        for text in texts:
+            if not isinstance(text, str) or not text.strip():
+                raise PromptError(f"{name!r} must be a text, not {text!r}.")
     preserve = _aspects(row["preserve"], "preserve")
     target = _aspects(row.get("target", []), "target", empty=True)
     check_disjoint([preserve], [target])
-    if "://" in row["image"]:
-        raise PromptError(f"'image' must be a local file, not the address {row['image']!r}; download it first.")
-    path = folder / row["image"]
-    size = image_size(path)
-    return Row(number, path, size, path.stat().st_size, row["instruction"].strip(), preserve, target)
+    for text in names:
+        if "://" in text:
+            raise PromptError(f"'image' must be a local file, not the address {text!r}; download it first.")
+    paths = tuple(folder / text for text in names)
+    sizes = tuple(image_size(path) for path in paths)
+    lengths = tuple(path.stat().st_size for path in paths)
+    return Row(number, paths, sizes, lengths, row["instruction"].strip(), preserve, target)
 
 
 def _aspects(value: object, name: str, empty: bool = False) -> tuple[str, ...]:
@@ -295,7 +330,7 @@ def load_image(path: Path) -> torch.Tensor:
 def _fingerprint(content: bytes, rows: list[Row]) -> str:
     digest = hashlib.sha256(content)
     for row in rows:
-        digest.update(f"{row.line} {row.size} {row.bytes}\n".encode())
+        digest.update(f"{row.line} {row.sizes} {row.bytes}\n".encode())
     return digest.hexdigest()
 
 

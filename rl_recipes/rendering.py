@@ -26,10 +26,10 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rl_recipes.collecting import decode, encode, same_size_batches
 from rl_recipes.editors import Editor, EditorError
 from rl_recipes.editors.base import Size
 from rl_recipes.editors.lora import FILE_NAME
-from rl_recipes.grpo import decode, encode, same_size_batches
 from rl_recipes.prompts import ProceduralPrompts, Prompt
 from rl_recipes.rollout import sample_ode
 from rl_recipes.runs import RunError, disk_errors, read_json, to_image, write_atomic, write_image, write_json
@@ -168,6 +168,7 @@ def procedural_rows(folder: Path, count: int, seed: int, size: int, write: bool)
         prompt = prompts[index]
         path = source_path(folder, prompt.key)
         if write and not path.exists():
+            assert isinstance(prompt.image, Tensor)  # procedural edits have one image
             write_image(path, to_image(prompt.image))
         assert prompt.edit is not None
         rows.append(Row(prompt.key, ImageFile(path), prompt.instruction, {}, prompt.preserve, prompt.target,

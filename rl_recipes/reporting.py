@@ -2,63 +2,126 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import gather_object
 
-from rl_recipes.grpo import Batch
+from rl_recipes.algorithms import hacks
+from rl_recipes.collecting import Batch, Edits
+from rl_recipes.rewards import Rewards
 from tpips_reward.scenes import measure_edit
 
+log = logging.getLogger(__name__)
 
-def report(batches: Sequence[Batch]) -> dict[str, Any]:
-    """What the edits of an iteration were like, over all processes.
+#: Measures of known scenes, taken on one edit a group.
+KNOWN = ("edit_success", "object_lost", "drift", "l1_to_ideal")
 
-    ``copy_rate``, ``edit_success`` and ``object_lost`` are those of one edit a group, where scenes are known.
+
+@torch.no_grad()
+def edit_rows(batches: Sequence[Edits], judge: Rewards | None = None) -> list[dict[str, Any]]:
+    """A dict for each edit of an iteration, those of all processes in the same order in each.
+
+    The judge, and the measures of known scenes, look at the first edit of each group alone.
     """
     rows: list[dict[str, Any]] = []
     for batch in batches:
-        measured = set(batch.first_of_each_group())
-        for i, group in enumerate(batch.groups.tolist()):
-            row = {"group": group, "score": float(batch.output.scores[i]), "advantage": float(batch.advantages[i])}
-            row["aspects"] = batch.output.per_aspect[i]
-            row["terms"] = {name: float(values[i]) for name, values in batch.output.terms.items()}
-            edit = batch.prompts[i].edit
-            if edit is not None and i in measured:
-                measures = measure_edit(edit, batch.edits[i])
-                row["known"] = {
-                    "copy_rate": measures.copied, "edit_success": measures.success, "object_lost": measures.object_lost
-                }  # fmt: skip
+        output, advantages = batch.output, batch.advantages.tolist() if isinstance(batch, Batch) else None
+        copied = hacks.copies(batch.edits, batch.sources).tolist()
+        degenerate = hacks.degenerate(batch.edits).any().tolist()
+        edges = [hacks.edge_density(images).tolist() for images in (batch.edits, batch.sources)]
+        change = hacks.largest_change(batch.edits, batch.sources).tolist()
+        judged = _judge(batch, judge)
+        for i, item in enumerate(batch.drawn):
+            row: dict[str, Any] = {
+                "group": item.group,
+                "key": item.prompt.key,
+                "score": float(output.scores[i]),
+                "parts": {name: float(values[i]) for name, values in output.parts.items()},
+                "aspects": output.per_aspect[i],
+                "terms": {name: float(values[i]) for name, values in output.terms.items()},
+                "looks": {
+                    "copy_rate": float(copied[i]),
+                    "degenerate": float(degenerate[i]),
+                    "edge_density": edges[0][i],
+                    "edge_density_source": edges[1][i],
+                    "pixel_change": change[i],
+                },
+            }
+            if advantages is not None:
+                row["advantage"] = advantages[i]
+            if item.sample == 0:
+                row |= _known(item.prompt.edit, batch.edits[i]) | judged.get(i, {})
             rows.append(row)
-    return summarise_rows(gather_object(rows))
+    return gather_object(rows)
 
 
-def summarise_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the edits of an iteration, for one line of ``metrics.jsonl``; what is not known is left out."""
+def _known(edit: Any, image: torch.Tensor) -> dict[str, Any]:
+    """The measures of a known scene, of which the nearness to the ideal edit is a judge that no reward knows."""
+    if edit is None:
+        return {}
+    measures = measure_edit(edit, image)
+    return {"known": {name: float(getattr(measures, _FIELD.get(name, name))) for name in KNOWN},
+            "judge": 1.0 - float(measures.l1_to_ideal)}  # fmt: skip
+
+
+_FIELD = {"edit_success": "success"}
+
+
+def _judge(batch: Edits, judge: Rewards | None) -> dict[int, dict[str, float]]:
+    """What the judge says of the first edit of each group; nothing where it fails, for training does not depend on it."""
+    first = [i for i, item in enumerate(batch.drawn) if item.sample == 0]
+    if judge is None or not first:
+        return {}
+    try:
+        scores = judge(
+            [batch.edits[i] for i in first], [batch.sources[i] for i in first], [batch.drawn[i].prompt for i in first]
+        ).scores.tolist()
+    except Exception:
+        log.exception("The judge failed, and this iteration has no judgement.")
+        return {}
+    return {i: {"judge": score} for i, score in zip(first, scores, strict=True)}
+
+
+def summarise_rows(rows: Sequence[dict[str, Any]], weights: dict[str, float] | None = None) -> dict[str, Any]:
+    """Means over the edits of an iteration, for one line of ``metrics.jsonl``; what is not known is left out.
+
+    Args:
+        weights: of several rewards, by name; each is then logged as ``reward/name``, not weighted.
+    """
     scores = np.array([row["score"] for row in rows])
     groups: dict[int, list[float]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row["score"])
-    zero = [max(map(abs, (r["advantage"] for r in rows if r["group"] == group))) == 0 for group in groups]
     line: dict[str, Any] = {
         "reward_mean": float(scores.mean()),
         "reward_std": float(scores.std()),
         "group_std": float(np.mean([np.std(v) for v in groups.values()])),
-        "zero_std_share": float(np.mean(zero)),
     }
+    if "advantage" in rows[0]:
+        largest = {group: max(abs(r["advantage"]) for r in rows if r["group"] == group) for group in groups}
+        line["zero_std_share"] = float(np.mean([size == 0 for size in largest.values()]))
+    for name in weights if weights and len(weights) > 1 else ():
+        line |= _known_mean(f"reward/{name}", [row["parts"][name] for row in rows])
     for name in rows[0]["terms"]:
         line |= _known_mean(f"term_{name}", [row["terms"][name] for row in rows])
-    for name in ("copy_rate", "edit_success", "object_lost"):
-        line |= _known_mean(name, [float(row["known"][name]) for row in rows if "known" in row])
-    line["aspects"] = {}
-    for kind in ("preserve", "target"):
-        by_name: dict[str, list[float]] = {}
-        for row in rows:
-            for name, value in row["aspects"].get(kind, {}).items():
-                by_name.setdefault(name, []).append(value)
-        line["aspects"][kind] = {name: float(np.mean(by_name[name])) for name in sorted(by_name)}
+    for name in rows[0].get("looks", {}):
+        line |= _known_mean(name, [row["looks"][name] for row in rows])
+    for name in KNOWN:
+        line |= _known_mean(name, [row["known"][name] for row in rows if "known" in row])
+    line |= _known_mean("judge", [row["judge"] for row in rows if "judge" in row])
+    line["aspects"] = {"preserve": {}, "target": {}}
+    by_name: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        for kind, values in row["aspects"].items():
+            for name, value in values.items():
+                by_name.setdefault(kind, {}).setdefault(name, []).append(value)
+    for kind, found in by_name.items():
+        line["aspects"][kind] = {name: float(np.mean(found[name])) for name in sorted(found)}
     return line
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: What a run writes; --overwrite removes these and nothing else.
 _OWN = (
     "config.yaml", "metrics.jsonl", "summary.json", "curves.png", "before.json", "before.safetensors",
-    "samples", "adapter", "checkpoints", "failed_batch", "logs",
+    "samples", "adapter", "checkpoints", "failed_batch", "logs", "report.html",
 )  # fmt: skip
 
 

@@ -5,28 +5,50 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 
+from rl_recipes import html_report, hub
+from rl_recipes.building import describe
 from rl_recipes.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
-from rl_recipes.config import Arguments
-from rl_recipes.editors import Editor
+from rl_recipes.collecting import Draw, Edits, draw_edits, fitted_source, make_batches
+from rl_recipes.drawing import PromptQueue
 from rl_recipes.evaluation import Evaluation, compare, comparison_table, evaluate, setbacks
+from rl_recipes.job import Iteration, Job, any_process
 from rl_recipes.plots import save_curves, save_sample_grids
-from rl_recipes.progress import Clock, Display
+from rl_recipes.progress import Clock, Display, PhaseTimer
 from rl_recipes.prompts import PromptSource
-from rl_recipes.runs import RunError, RunFolder, disk_errors, write_json
-from tpips_reward.rewards import TPIPSReward
+from rl_recipes.reporting import edit_rows, summarise_rows
+from rl_recipes.rewards import Rewards
+from rl_recipes.runs import RunError, disk_errors, write_json
+from rl_recipes.watching import Watch
+from tpips_reward.errors import TPIPSError
 from tpips_reward.scenes import render, to_tensor
-from tpips_reward.stopping import Interrupted, StopSignal
+from tpips_reward.stopping import Interrupted
 
 log = logging.getLogger(__name__)
 
 
+class Stateful(Protocol):
+    """What a checkpoint keeps beside weights and optimizer: plain values and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 class Session:
     """The state of a run around its loop.
+
+    Args:
+        job: what the run is made of.
+        prompts: those to train on.
+        held_out: those to evaluate on, of which the first ``num_held_out`` are used.
+        judge: measured beside the reward, or None.
 
     Attributes:
         iteration: iterations that are done.
@@ -34,39 +56,57 @@ class Session:
 
     def __init__(
         self,
-        args: Arguments,
-        accelerator: Accelerator,
-        folder: RunFolder,
-        editor: Editor,
-        optimizer: torch.optim.Optimizer,
-        reward: TPIPSReward,
+        job: Job,
+        prompts: PromptSource,
         held_out: PromptSource,
         num_held_out: int,
+        judge: Rewards | None,
         clock: Clock,
         display: Display,
-        stop: StopSignal,
     ) -> None:
-        self.args, self.accelerator, self.folder, self.editor = args, accelerator, folder, editor
-        self.optimizer, self.reward, self.held_out, self.num_held_out = optimizer, reward, held_out, num_held_out
-        self.display, self.stop = display, stop
-        self.clock = clock
-        self.clock.limit = args.time_limit()
+        self.job, self.held_out, self.num_held_out, self.judge = job, held_out, num_held_out, judge
+        self.display, self.clock = display, clock
+        self.clock.limit = job.args.time_limit()
         self.iteration = 0
+        self.queue = PromptQueue(prompts, skip=job.args.run.skip_saturated, top=job.args.run.saturated_at)
+        self.watch = Watch()
+        self._kept: dict[str, Stateful] = {"queue": self.queue, "watch": self.watch}
+        if job.average is not None:
+            self._kept["average"] = job.average
+        self._restored: dict[str, Any] = {}
         self._saved = -1
-        self._weights_are_between = False
+
+    def keep(self, name: str, part: Stateful) -> None:
+        """Lets checkpoints keep the state of ``part``, and gives it the state of the one that was restored.
+
+        Raises:
+            RunError: when the checkpoint does not have it.
+        """
+        self._kept[name] = part
+        if self._saved >= 0:
+            self._load(name, part)
+
+    def _load(self, name: str, part: Stateful) -> None:
+        if name not in self._restored:
+            raise RunError(f"The checkpoint has no {name!r}; it is of another version: start anew with --overwrite.")
+        part.load_state_dict(self._restored[name])
 
     def restore(self) -> None:
         """With --resume, takes up the newest complete checkpoint; a run killed before its first one starts over."""
-        if not self.args.grpo.resume:
+        run = self.job.args.run
+        if not run.resume:
             return
-        path = latest_checkpoint(self.folder.checkpoints)
+        path = latest_checkpoint(self.job.folder.checkpoints)
         if path is not None:
-            self.iteration, extra = load_checkpoint(path, self.editor.transformer, self.optimizer)
+            self.iteration, extra = load_checkpoint(path, self.job.editor.transformer, self.job.optimizer)
             self._saved = self.iteration
             self.clock.earlier, self.clock.reserved = float(extra["seconds"]), float(extra["reserved"])
+            self._restored = extra["kept"]
+            for name, part in self._kept.items():
+                self._load(name, part)
             if extra["data"] != self._data():
                 raise RunError(
-                    f"{self.args.grpo.data} or one of its images has changed since the checkpoint, and the run would not "
+                    f"{run.data} or one of its images has changed since the checkpoint, and the run would not "
                     "be the same; put the old files back, or start anew in another --output_dir."
                 )
             if extra["threads"] != torch.get_num_threads():
@@ -74,24 +114,32 @@ class Session:
                     "The run so far used %d CPU threads and now uses %d: results may differ in the last bits.",
                     extra["threads"], torch.get_num_threads(),
                 )  # fmt: skip
-        if self.accelerator.is_main_process:
-            self.folder.rewind_metrics(self.iteration)
-        self.accelerator.wait_for_everyone()
-        self.display.say(f"Resuming {self.folder.path} after iteration {self.iteration}.")
+        if self.job.accelerator.is_main_process:
+            self.job.folder.rewind_metrics(self.iteration)
+        self.job.accelerator.wait_for_everyone()
+        self.display.say(f"Resuming {self.job.folder.path} after iteration {self.iteration}.")
 
     # The loop --------------------------------------------------------------------------------------------------------
 
-    def goes_on(self) -> bool:
-        """Whether one more iteration is to be run.
+    def iterations(self) -> Iterator[Iteration]:
+        """The iterations that are still to be run, until they are done, time is up, or a sign says to stop.
 
         Raises:
             Interrupted: when any process was asked to stop.
         """
-        self.display.count("training", self.iteration, self.args.grpo.max_steps)
-        stop, over = self._any_process(self.stop.requested, self.clock.is_over())
+        while self._goes_on():
+            yield Iteration(self.iteration + 1, PhaseTimer(self.job.accelerator.device.type))
+
+    def _goes_on(self) -> bool:
+        run = self.job.args.run
+        self.display.count("training", self.iteration, run.max_steps)
+        stop, over = any_process(self.job.accelerator, self.job.stop.requested, self.clock.is_over())
         if stop:
             raise Interrupted
-        if self.iteration >= self.args.grpo.max_steps:
+        if self.iteration >= run.max_steps:
+            return False
+        if run.stop_on_hack and self.watch.found:
+            self.display.say(f"Training ends after iteration {self.iteration} (--stop_on_hack).")
             return False
         if over:
             self.display.say(
@@ -100,44 +148,59 @@ class Session:
             )
         return not over
 
-    def weights_move(self) -> None:
-        """Notes that the weights are between two iterations from now on, where no checkpoint may be taken."""
-        self._weights_are_between = True
+    def draw(self, step: Iteration) -> list[list[Draw]]:
+        """This process's edits of an iteration, in the batches that go through the editor together."""
+        positions = self.queue.take(step.number, self.job.args.run.prompts_per_iteration)
+        return make_batches(self.job, draw_edits(self.job, self.queue.source, positions))
 
-    def finish_iteration(self, line: dict[str, Any]) -> None:
-        """Writes an iteration's line, shows it, and takes a checkpoint when it is time for one."""
-        if self.accelerator.is_main_process:
-            self.folder.append_metrics(line)
-        self.iteration = line["iteration"]
-        self._weights_are_between = False
+    def finish_iteration(self, step: Iteration, batches: Sequence[Edits], moved: dict[str, float]) -> None:
+        """Writes an iteration's line, shows it, looks for signs, and takes a checkpoint when it is time for one."""
+        rows = edit_rows(batches, self.judge)
+        line = {"iteration": step.number, **summarise_rows(rows, self.job.reward.weights), **moved, **step.timer.report()}
+        if self.job.accelerator.is_main_process:
+            self.job.folder.append_metrics(line)
+        self.queue.note([row["key"] for row in rows], [row["score"] for row in rows])
+        for sentence in self.watch.look(line):
+            self.display.say(f"Warning, iteration {step.number}: {sentence}", style="yellow")
+        self.iteration = step.number
+        self.job.weights_are_between = False
         self.clock.note(line["seconds"])
-        if self.args.grpo.report_to != "none":
-            self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=self.iteration)
-        left = self.args.grpo.max_steps - self.iteration
+        run = self.job.args.run
+        if run.report_to != "none":
+            self.job.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=self.iteration)
+        left = run.max_steps - self.iteration
         self.display.iteration(line, self.clock.left_for(left, line["seconds"]) + self.clock.reserved)
-        if self.iteration % self.args.grpo.save_steps == 0:
+        if self.iteration % run.save_steps == 0:
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
         """Takes a checkpoint of the iterations that are done, unless there is one."""
         if self._saved == self.iteration:
             return
-        if self.accelerator.is_main_process:
+        job = self.job
+        if job.accelerator.is_main_process:
+            extra = {
+                "seconds": self.clock.elapsed(),
+                "reserved": self.clock.reserved,
+                "threads": torch.get_num_threads(),
+                "data": self._data(),
+                "kept": {name: part.state_dict() for name, part in self._kept.items()},
+            }
+            # All weights are in the checkpoint already; an adapter is written in the layout of pipelines too.
+            also = self._save_adapter if job.args.editor.train == "lora" else lambda folder: None
+            limit = job.args.run.save_total_limit
             save_checkpoint(
-                self.folder.checkpoints,
-                self.iteration,
-                self.editor.transformer,
-                self.optimizer,
-                {
-                    "seconds": self.clock.elapsed(),
-                    "reserved": self.clock.reserved,
-                    "threads": torch.get_num_threads(),
-                    "data": self._data(),
-                },
-                self.args.grpo.save_total_limit,
-                also=self.editor.save_lora,
+                job.folder.checkpoints, self.iteration, job.editor.transformer, job.optimizer, extra, limit, also
             )
         self._saved = self.iteration
+
+    def _save_adapter(self, folder: Path) -> None:
+        with self._final_weights():
+            self.job.editor.save_lora(folder)
+
+    def _final_weights(self) -> Any:
+        """The weights that are evaluated and handed out: the moving average where there is one."""
+        return nullcontext() if self.job.average is None else self.job.average.swapped()
 
     def stopped(self) -> str:
         """What to tell the user whose run was interrupted."""
@@ -146,7 +209,8 @@ class Session:
         )
         return (
             f"Stopped. {done} The same command with --resume goes on from there:\n"
-            f"  accelerate launch rl_recipes/grpo_edit.py --resume --output_dir {shlex.quote(self.args.grpo.output_dir)}"
+            f"  accelerate launch rl_recipes/{self.job.args.algorithm.recipe}.py --resume --output_dir "
+            f"{shlex.quote(self.job.args.run.output_dir)}"
         )
 
     def _data(self) -> str:
@@ -155,7 +219,7 @@ class Session:
 
     def save_after_error(self) -> None:
         """Keeps what is done when a run stops early; never hides the error that stopped it."""
-        if self._weights_are_between or self.iteration == 0:
+        if self.job.weights_are_between or self.iteration == 0:
             return
         try:
             self.save_checkpoint()
@@ -166,24 +230,15 @@ class Session:
 
     def evaluate(self, name: str) -> Evaluation:
         """Evaluates the editor as it is now."""
-        total = -(-self.num_held_out // self.accelerator.num_processes)
+        total = -(-self.num_held_out // self.job.accelerator.num_processes)
         start = time.perf_counter()
         self.display.count(f"evaluation {name}", 0, total)
-
-        def progress(done: int) -> None:
-            self.display.count(f"evaluation {name}", done, total)
-            self.stop.check()
-
         result = evaluate(
-            self.editor,
-            self.reward,
+            self.job,
             self.held_out,
             self.num_held_out,
-            self.args,
-            self.accelerator,
-            self.folder,
             name,
-            progress,
+            lambda done: self.display.count(f"evaluation {name}", done, total),
         )
         result.seconds = time.perf_counter() - start
         self.clock.reserved = 1.1 * result.seconds
@@ -191,68 +246,85 @@ class Session:
 
     def evaluate_before(self) -> Evaluation:
         """Evaluates the editor without its adapter, once in the life of a run."""
-        kept = Evaluation.load(self.folder.path) if self.args.grpo.resume else None
+        folder = self.job.folder.path
+        kept = Evaluation.load(folder) if self.job.args.run.resume else None
         if kept is not None:
             if self._saved < 0:  # no checkpoint says what has been used
                 self.clock.earlier, self.clock.reserved = kept.seconds, 1.1 * kept.seconds
             return kept
-        with self.editor.disable_lora():
+        with self.job.editor.disable_lora():
             result = self.evaluate("before")
-        if self.accelerator.is_main_process:
-            result.save(self.folder.path)
+        if self.job.accelerator.is_main_process:
+            result.save(folder)
         return result
 
-    def finish(self, before: Evaluation, after: Evaluation, ran: dict[str, Any]) -> None:
-        """Writes adapter, grids, curves and summary, and prints the before/after table."""
-        if not self.accelerator.is_main_process:
+    def evaluate_after(self) -> Evaluation:
+        """Evaluates the trained editor."""
+        with self._final_weights():
+            return self.evaluate("after")
+
+    def finish(self, before: Evaluation, after: Evaluation) -> None:
+        """Writes adapter, grids, curves, summary and report, and prints the before/after table."""
+        job = self.job
+        if not job.accelerator.is_main_process:
             return
         self.display.close()
-        path = self.folder.path
+        path = job.folder.path
         with disk_errors(path / "adapter"):
-            self.editor.save_lora(path / "adapter")
-        self._draw(before, after)
-        save_curves(path / "curves.png", self.folder.read_metrics())
-        warnings = setbacks(before, after)
+            self._save_adapter(path / "adapter")
+        grids = self._draw(before, after)
+        lines = job.folder.read_metrics()
+        save_curves(path / "curves.png", lines)
+        warnings = [f"{sentence} (during training)" for sentence in self.watch.found.values()]
+        warnings += setbacks(before, after)
         summary = {
             "before": before.means(),
             "after": after.means(),
             "difference": compare(before, after),
             "by_kind": {"before": before.by_kind(), "after": after.by_kind()},
             "evaluated": len(after.rows),
-            "held_out": self.args.grpo.data is None,
+            "held_out": job.args.run.data is None,
             "iterations": self.iteration,
             "seconds": self.clock.elapsed(),
             "warnings": warnings,
+            "saturated": sorted(self.queue.saturated()) if job.args.run.skip_saturated else [],
             "bad_rows": [{"line": line, "reason": reason} for line, reason in getattr(self.held_out, "bad", [])],
-            **ran,
+            **describe(job),
         }
         write_json(path / "summary.json", summary)
+        html_report.write(path / "report.html", summary, job.args.to_dict(), before, after, lines, grids)
         if after.rows:
-            title = "held-out edits" if self.args.grpo.data is None else "edits of --data, which were trained on"
+            title = "held-out edits" if job.args.run.data is None else "edits of --data, which were trained on"
             self.display.say(comparison_table(before, after, title))
         for warning in warnings:
             self.display.say(f"Look at the grids: {warning}", style="yellow")
         self.display.say(
-            f"{self.iteration} iterations, {self.clock.elapsed() / 60:.1f} minutes. Adapter, grids and curves: {path}"
+            f"{self.iteration} iterations, {self.clock.elapsed() / 60:.1f} minutes. Adapter, grids, curves and "
+            f"report.html: {path}"
         )
+        if job.args.run.push_to_hub:
+            try:
+                self.display.say(f"Uploaded to {hub.push(path, summary, job.args)}")
+            except TPIPSError as error:  # the run itself is done and on the disk
+                self.display.say(f"Not uploaded: {error}", style="yellow")
 
-    def _draw(self, before: Evaluation, after: Evaluation) -> None:
+    def _draw(self, before: Evaluation, after: Evaluation) -> list[Path]:
         # By key: a photograph that went missing between the two has no partner.
         earlier, later = before.images_by_key(), after.images_by_key()
-        count = min(self.args.grpo.sample_grids, self.num_held_out)
+        count = min(self.job.args.run.sample_grids, self.num_held_out)
         prompts = {p.key: p for p in (self.held_out[i] for i in range(count)) if p.key in earlier and p.key in later}
-        save_sample_grids(
-            self.folder.path / "samples",
-            [self.editor.fit(p.image).cpu() for p in prompts.values()],
+        return save_sample_grids(
+            self.job.folder.path / "samples",
+            [fitted_source(self.job.editor, p).cpu() for p in prompts.values()],
             [earlier[key] for key in prompts],
             [later[key] for key in prompts],
             [to_tensor(render(p.edit.ideal, later[key].shape[-1])) if p.edit else None for key, p in prompts.items()],
             [p.instruction for p in prompts.values()],
+            [[_captions(evaluation, key) for evaluation in (before, after)] for key in prompts],
         )
 
-    def _any_process(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether each flag is set in any process; all processes get the same answer."""
-        if self.accelerator.num_processes == 1:
-            return flags
-        mine = torch.tensor([float(flag) for flag in flags], device=self.accelerator.device)
-        return tuple(bool(total > 0) for total in self.accelerator.reduce(mine, reduction="sum"))
+
+def _captions(evaluation: Evaluation, key: str) -> list[str]:
+    """The scores of an edit by aspect, a line each."""
+    row = next(row for row in evaluation.rows if row["key"] == key)
+    return [f"{name} {value:.2f}" for values in row["aspects"].values() for name, value in values.items()]

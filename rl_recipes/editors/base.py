@@ -46,6 +46,8 @@ class Editor(ABC):
     default_resolution: ClassVar[int] = 1024
     # False for text-to-image families: the image of a sample is the reward's reference and gives the size, nothing more.
     sees_image: ClassVar[bool] = True
+    # Whether a sample may have several condition images.
+    takes_several: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -94,12 +96,16 @@ class Editor(ABC):
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
-    def output_size(self, image: Tensor | Sequence[Tensor]) -> Size:
-        """(height, width) of the edit of `image` (3, H, W); of several condition images the last one decides.
+    def main_image(self, image: Tensor | Sequence[Tensor]) -> Tensor:
+        """The image that gives the edit its size and that it is compared with: of several condition images the last one."""
+        return last_image(image)
 
-        The aspect ratio is the image's own, up to rounding both sides to multiples of `size_multiple`.
+    def output_size(self, image: Tensor | Sequence[Tensor]) -> Size:
+        """(height, width) of the edit of `image` (3, H, W), or of several condition images.
+
+        The aspect ratio is the main image's own, up to rounding both sides to multiples of `size_multiple`.
         """
-        height, width = last_image(image).shape[-2:]
+        height, width = self.main_image(image).shape[-2:]
         return fit_size(height, width, self.resolution**2, self.size_multiple)
 
     def fit(self, image: Tensor) -> Tensor:
@@ -180,17 +186,6 @@ class Editor(ABC):
         """Switch the adapter off for the block: the reference policy."""
         with lora.disabled(self.transformer) if self._full is None else self._full.disabled():
             yield
-
-    def lora_state(self) -> dict[str, Tensor]:
-        """A copy of the trained weights, for checkpoints."""
-        return lora.state(self.transformer) if self._full is None else self._full.state()
-
-    def load_lora_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `lora_state` gave; every name and shape must fit."""
-        if self._full is None:
-            lora.load_state(self.transformer, state)
-        else:
-            self._full.load_state(state)
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write `pytorch_lora_weights.safetensors` to `folder`; `pipe.load_lora_weights(folder)` takes it."""

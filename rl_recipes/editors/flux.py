@@ -14,33 +14,30 @@ from torch import Tensor
 
 from rl_recipes.editors.base import Conditions, Size
 from rl_recipes.editors.errors import EditorError
-from rl_recipes.editors.packed import PackedEditor, Text, pack
+from rl_recipes.editors.flux_family import ATTENTION_TARGETS, FluxFamily
+from rl_recipes.editors.packed import Text, pack
 
 
-class Flux(PackedEditor):
+class Flux(FluxFamily):
     """FLUX.1-dev and -schnell: the image of a sample is a reference for the reward; the transformer does not see it.
 
     Args:
         pipe: a `FluxPipeline`.
         true_cfg_scale: scale of classifier-free guidance beside the distilled guidance; up to 1 for none, and negative
             prompts are then left unencoded.
-        max_sequence_length: T5 tokens that each prompt is padded to; the pipeline's own is 512.
-        options: see `Editor`.
+        options: see `FluxFamily` and `Editor`.
     """
 
     pipeline_class: ClassVar[str] = "FluxPipeline"
     sees_image: ClassVar[bool] = False
     lora_targets: ClassVar[tuple[str, ...]] = (
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *ATTENTION_TARGETS,
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
 
-    def __init__(
-        self, pipe: Any, *, true_cfg_scale: float = 1.0, max_sequence_length: int = 512, **options: Any
-    ) -> None:
+    def __init__(self, pipe: Any, *, true_cfg_scale: float = 1.0, **options: Any) -> None:
         super().__init__(pipe, **options)
         self.true_cfg_scale = true_cfg_scale
-        self.max_sequence_length = max_sequence_length
 
     # Encoding --------------------------------------------------------------------------------------------------------
 
@@ -70,41 +67,26 @@ class Flux(PackedEditor):
     def _cfg_scale(self, guidance_scale: float) -> float:
         return self.true_cfg_scale
 
-    def _predict(
-        self, inputs: Tensor, timestep: Tensor, text: Text, conditions: Conditions, guidance_scale: float
-    ) -> Tensor:
-        assert text.states is not None
-        return self.transformer(
-            hidden_states=inputs,
-            timestep=timestep,
-            guidance=self._guidance(guidance_scale, len(inputs)),
-            pooled_projections=text.pooled,
-            encoder_hidden_states=text.states,
-            # Text has no place in the image; the rotary embedding takes it at the origin.
-            txt_ids=inputs.new_zeros((text.states.shape[1], 3)),
-            img_ids=self._ids(conditions).to(inputs),
-            return_dict=False,
-        )[0]
-
-    def _guidance(self, scale: float, batch: int) -> Tensor | None:
+    def _takes_guidance(self, scale: float) -> bool:
         if self.transformer.config.guidance_embeds:
-            return torch.full((batch,), scale, device=self.device, dtype=torch.float32)
+            return True
         if scale > 1.0 >= self.true_cfg_scale:
             raise EditorError(
                 f"guidance_scale is {scale}, but this transformer has no guidance embedding (FLUX.1-schnell has none); "
                 "set guidance_scale to 1."
             )
-        return None
+        return False
+
+    def _text_ids(self, length: int) -> Tensor:
+        # Text has no place in the image; the rotary embedding takes it at the origin.
+        return torch.zeros((length, 3), dtype=self.dtype)
 
     def _ids(self, conditions: Conditions) -> Tensor:
-        """(T + S, 3) coordinates of the image tokens: image (0 is the edit), row, column."""
-        grids = [self._grid(size) for size in (conditions.size, *conditions.image_sizes)]
-        return torch.cat(
-            [
-                torch.cartesian_prod(torch.tensor([index]), torch.arange(rows), torch.arange(columns))
-                for index, (_, rows, columns) in enumerate(grids)
-            ]
-        )
+        grids = [
+            torch.cartesian_prod(torch.tensor([index]), torch.arange(rows), torch.arange(columns))
+            for index, (_, rows, columns) in enumerate(self._grids(conditions))
+        ]
+        return torch.cat(grids).to(self.dtype)
 
     def _decode(self, tokens: Tensor, size: Size) -> Tensor:
         config = self.pipe.vae.config

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from diffusers.pipelines.flux2 import pipeline_flux2
@@ -17,34 +17,26 @@ from torch import Tensor
 
 from rl_recipes.editors.base import Conditions, Images, Size
 from rl_recipes.editors.errors import EditorError
-from rl_recipes.editors.packed import PackedEditor, Text, pack
+from rl_recipes.editors.flux_family import ATTENTION_TARGETS, FluxFamily
+from rl_recipes.editors.packed import Text, pack
 
 # First coordinate of the first condition image, and the distance to the next one's.
 IMAGE_SPACING = 10
 
 
-class _Flux2(PackedEditor):
-    """What dev and klein share. Each sample has one or several condition images; the first gives the edit its size.
+class _Flux2(FluxFamily):
+    """What dev and klein share. Each sample has one or several condition images; the first gives the edit its size."""
 
-    Args:
-        pipe: the pipeline.
-        max_sequence_length: tokens that each prompt is padded to; the pipelines' own is 512.
-        options: see `Editor`.
-    """
-
+    takes_several: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *ATTENTION_TARGETS,
         # Blocks of one stream, most of the model, have one projection for all of queries, keys, values and MLP.
         "to_qkv_mlp_proj",
     )
 
-    def __init__(self, pipe: Any, *, max_sequence_length: int = 512, **options: Any) -> None:
-        super().__init__(pipe, **options)
-        self.max_sequence_length = max_sequence_length
-
-    def output_size(self, image: Tensor | Sequence[Tensor]) -> Size:
-        """(height, width) of the edit of `image` (3, H, W); of several condition images the first one decides."""
-        return super().output_size(image if isinstance(image, Tensor) else image[:1])
+    def main_image(self, image: Tensor | Sequence[Tensor]) -> Tensor:
+        """The image that gives the edit its size: of several condition images the first one."""
+        return super().main_image(image if isinstance(image, Tensor) else image[:1])
 
     # Encoding --------------------------------------------------------------------------------------------------------
 
@@ -101,27 +93,11 @@ class _Flux2(PackedEditor):
     def _pack_noise(self, noise: Tensor) -> Tensor:
         return noise.flatten(2).transpose(1, 2)
 
-    def _predict(
-        self, inputs: Tensor, timestep: Tensor, text: Text, conditions: Conditions, guidance_scale: float
-    ) -> Tensor:
-        assert text.states is not None
-        return self.transformer(
-            hidden_states=inputs,
-            timestep=timestep,
-            guidance=self._guidance(guidance_scale, len(inputs)),
-            encoder_hidden_states=text.states,
-            txt_ids=_coordinates(0, 1, 1, text.states.shape[1]).to(self.device),
-            img_ids=self._ids(conditions).to(self.device),
-            return_dict=False,
-        )[0]
-
-    def _guidance(self, scale: float, batch: int) -> Tensor | None:
-        """The guidance scale as the transformer's input, where it has one."""
-        return None
+    def _text_ids(self, length: int) -> Tensor:
+        return _coordinates(0, 1, 1, length)
 
     def _ids(self, conditions: Conditions) -> Tensor:
-        """(T + S, 4) coordinates of the image tokens: image (0 is the edit), row, column, position in the text."""
-        grids = [self._grid(size) for size in (conditions.size, *conditions.image_sizes)]
+        grids = self._grids(conditions)
         return torch.cat(
             [_coordinates(IMAGE_SPACING * i, rows, columns, 1) for i, (_, rows, columns) in enumerate(grids)]
         )
@@ -143,8 +119,8 @@ class Flux2(_Flux2):
     def _cfg_scale(self, guidance_scale: float) -> float:
         return 1.0
 
-    def _guidance(self, scale: float, batch: int) -> Tensor | None:
-        return torch.full((batch,), scale, device=self.device, dtype=torch.float32)
+    def _takes_guidance(self, scale: float) -> bool:
+        return True
 
     def _prompt_length(self, instruction: str) -> int:
         messages = pipeline_flux2.format_input([instruction], system_message=self.pipe.system_message)
@@ -160,6 +136,9 @@ class Flux2Klein(_Flux2):
     @property
     def _uses_negative(self) -> bool:
         return not self.pipe.config.is_distilled
+
+    def _takes_guidance(self, scale: float) -> bool:
+        return False
 
     def _cfg_scale(self, guidance_scale: float) -> float:
         if guidance_scale > 1.0 and self.pipe.config.is_distilled:

@@ -56,23 +56,6 @@ class FullWeights:
         for parameter, value in zip(self.parameters(), values, strict=True):
             parameter.data = value
 
-    def state(self) -> dict[str, Tensor]:
-        """A detached CPU copy of the weights by name."""
-        return {name: p.detach().cpu().clone() for name, p in self.transformer.named_parameters()}
-
-    def load_state(self, saved: dict[str, Tensor]) -> None:
-        """Copy `saved` into the weights; names and shapes must be exactly those of `state`."""
-        own = dict(self.transformer.named_parameters())
-        odd = sorted(own.keys() ^ saved.keys()) or [n for n, p in own.items() if p.shape != saved[n].shape]
-        if odd:
-            raise EditorError(
-                f"The saved weights do not fit: {len(odd)} differ in name or shape, such as {odd[0]!r}; use the editor with "
-                "which they were saved."
-            )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
-
     def save(self, folder: Path) -> Path:
         """Write `folder`/transformer as diffusers does; `from_pretrained` of the transformer's class takes it."""
         target = folder / FOLDER

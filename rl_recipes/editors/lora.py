@@ -1,4 +1,4 @@
-"""LoRA on a diffusers transformer: add, switch off, copy, save. The adapter's weights are float32 whatever the base is."""
+"""LoRA on a diffusers transformer: add, switch off, save. The adapter's weights are float32 whatever the base is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
-from torch import Tensor, nn
+from torch import nn
 
 from rl_recipes.editors.errors import EditorError
 from rl_recipes.editors.merged_lora import enable_merged_lora
@@ -56,31 +56,6 @@ def has_adapter(transformer: nn.Module) -> bool:
 def parameters(transformer: nn.Module) -> list[nn.Parameter]:
     """The adapter's parameters."""
     return [parameter for _, parameter in _named(transformer)]
-
-
-def state(transformer: nn.Module) -> dict[str, Tensor]:
-    """A detached CPU copy of the adapter's parameters by name."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in _named(transformer)}
-
-
-def load_state(transformer: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy `saved` into the adapter; names and shapes must be exactly those of `state`."""
-    own = dict(_named(transformer))
-    if own.keys() != saved.keys():
-        odd = sorted(own.keys() ^ saved.keys())
-        raise EditorError(
-            f"The saved adapter does not fit: {len(odd)} weights are on one side only, such as {odd[0]!r}; "
-            "use the editor and the LoRA options with which it was saved."
-        )
-    for name, parameter in own.items():
-        if parameter.shape != saved[name].shape:
-            raise EditorError(
-                f"The saved adapter's {name!r} has shape {tuple(saved[name].shape)}, but {tuple(parameter.shape)} is needed; "
-                "use the LoRA rank with which it was saved."
-            )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(saved[name])
 
 
 @contextmanager

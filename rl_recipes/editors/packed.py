@@ -247,6 +247,10 @@ class PackedEditor(Editor):
     ) -> Tensor:
         """The transformer's output for some rows of a batch; of `conditions` only the sizes may be used."""
 
+    def _grids(self, conditions: Conditions) -> list[Grid]:
+        """The grid of the edit's tokens, and those of the condition images behind them."""
+        return [self._grid(size) for size in (conditions.size, *conditions.image_sizes)]
+
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def decode(self, latents: Tensor, conditions: Conditions) -> list[Tensor]:

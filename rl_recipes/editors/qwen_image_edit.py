@@ -64,7 +64,7 @@ class QwenImageEdit(PackedEditor):
     def _predict(
         self, inputs: Tensor, timestep: Tensor, text: Text, conditions: Conditions, guidance_scale: float
     ) -> Tensor:
-        shapes = [[self._grid(conditions.size), *map(self._grid, conditions.image_sizes)]] * len(inputs)
+        shapes = [self._grids(conditions)] * len(inputs)
         return self.transformer(
             hidden_states=inputs,
             timestep=timestep,

@@ -25,6 +25,7 @@ class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-2509/2511: one or several condition images; the last one gives the edit its size."""
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
+    takes_several: ClassVar[bool] = True
 
     @torch.no_grad()
     def encode(self, images: Images, instructions: Sequence[str], *, negative_prompt: str | None = None) -> Conditions:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from rl_recipes import building, grpo_edit
-from rl_recipes.config import ConfigError, parse_arguments
+from rl_recipes.config import ConfigError
+from rl_recipes.parsing import parse_arguments
 
 
 def test_a_tracker_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,11 +25,11 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ("changes", "message"),
     [
         ({"mixed_precision": "fp16"}, "float16 overflows"),
-        ({"num_processes": 5}, "prompts_per_iteration is 12, which does not divide among 5 processes"),
+        ({"num_processes": 5}, "An iteration has 96 edits .* do not divide among 5 processes"),
     ],
 )
 def test_launches_that_cannot_work(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = {"mixed_precision": "no", "num_processes": 1, "device": torch.device("cpu"), "is_main_process": True}
+    launched = {"distributed_type": DistributedType.NO, "mixed_precision": "no", "num_processes": 1, "device": torch.device("cpu"), "is_main_process": True}
     monkeypatch.setattr(building, "Accelerator", lambda **_: SimpleNamespace(**{**launched, **changes}))
     with pytest.raises(ConfigError, match=message):
         building.build_accelerator(parse_arguments([]))

@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from jobs import job_of, settings
 from rich.console import Console
 from tiny_editors import tiny_editor
 
 from rl_recipes import evaluation
-from rl_recipes.config import Arguments, parse_arguments
 from rl_recipes.evaluation import MEASURES, Evaluation, compare, comparison_table, evaluate, setbacks
 from rl_recipes.prompts import ProceduralPrompts, Prompt
-from rl_recipes.runs import DivergedError, RunError, RunFolder
+from rl_recipes.rewards import TPIPSSource
+from rl_recipes.runs import DivergedError, RunError
 from rl_recipes.seeds import generator
 from tpips_reward.rewards import TPIPSReward
 from tpips_reward.scenes import render, to_tensor
+from tpips_reward.stopping import Interrupted
 
 
 class FlatMetric:
@@ -32,17 +33,10 @@ class FlatMetric:
         return torch.stack([1 - (images[i] - references[r]).abs().mean() for i, r, _ in pairs])
 
 
-def _args(**changes: Any) -> Arguments:
-    settings = {"resolution": 32, "prompts_per_iteration": 2, "num_generations": 2, "num_inference_steps": 2, "sde_window": 1,
-                "train_steps": 1, "sample_grids": 3, **changes}  # fmt: skip
-    return parse_arguments([f"--{name}={value}" for name, value in settings.items()])
-
-
 def _evaluate(editor: Any, folder: Path, prompts: Any = None, count: int = 6, **changes: Any) -> Evaluation:
-    prompts = prompts or ProceduralPrompts(7, "test", 32)
-    reward = TPIPSReward("tpips:preserve", FlatMetric())
-    accelerator, run = Accelerator(cpu=True), RunFolder(folder)
-    return evaluate(editor, reward, prompts, count, _args(**changes), accelerator, run, "before")
+    args = settings(**{"num_inference_steps": 2, "sde_window": 1, "sample_grids": 3, **changes})
+    sources = {"tpips:preserve": TPIPSSource(TPIPSReward("tpips:preserve", FlatMetric()))}
+    return evaluate(job_of(args, editor, folder, sources), prompts or ProceduralPrompts(7, "test", 32), count, "before")
 
 
 def _rows(**columns: list[float | None]) -> Evaluation:
@@ -81,6 +75,7 @@ def test_photographs_have_no_ideal_but_copies_are_noticed(tmp_path: Path, monkey
     monkeypatch.setattr(editor, "decode", lambda latents, conditions: [image, 1 - image])
     result = _evaluate(editor, tmp_path, prompts, 2)
     assert [row["copy_rate"] for row in result.rows] == [1.0, 0.0]
+    assert result.rows[0]["aspects"]["preserve"] == {"background": pytest.approx(1.0)}
     assert result.rows[0]["drift"] is result.rows[0]["target"] is None
     means = result.means()
     assert means["copy_rate"] == 0.5 and means["edit_success"] is None
@@ -88,7 +83,9 @@ def test_photographs_have_no_ideal_but_copies_are_noticed(tmp_path: Path, monkey
 
 def test_an_evaluation_is_kept_and_damage_is_noticed(tmp_path: Path) -> None:
     assert Evaluation.load(tmp_path) is None
-    row = {"key": "a", "kind": None, "instruction": "x", **dict.fromkeys(MEASURES), "drift": 0.1}
+    row = {
+        "key": "a", "kind": None, "instruction": "x", "reward": 0.5, "aspects": {}, **dict.fromkeys(MEASURES), "drift": 0.1
+    }  # fmt: skip
     result = Evaluation([row], [torch.rand(3, 4, 6), torch.rand(3, 8, 4)])
     result.save(tmp_path)
     loaded = Evaluation.load(tmp_path)
@@ -172,4 +169,29 @@ def test_a_failing_reward_stops_the_evaluation(tmp_path: Path, monkeypatch: pyte
 
 
 def test_every_measure_has_a_direction() -> None:
-    assert set(MEASURES.values()) == {1, -1} and evaluation.COPY_L1 > 0
+    assert set(MEASURES.values()) == {1, -1}
+
+
+def test_a_stop_in_any_process_ends_the_evaluation_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, ...]] = []
+
+    def another_is_stopped(accelerator: Any, *flags: bool) -> tuple[bool, bool]:
+        asked.append(flags)
+        return len(asked) == 2, True
+
+    monkeypatch.setattr(evaluation, "any_process", another_is_stopped)
+    with pytest.raises(Interrupted):
+        _evaluate(tiny_editor(), tmp_path, count=8)
+    assert asked == [(False, True), (False, True)], "after one batch of two"
+
+
+def test_a_process_that_is_done_answers_until_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, ...]] = []
+
+    def others_have_more(accelerator: Any, *flags: bool) -> tuple[bool, bool]:
+        asked.append(flags)
+        return False, len(asked) < 4
+
+    monkeypatch.setattr(evaluation, "any_process", others_have_more)
+    assert len(_evaluate(tiny_editor(), tmp_path, count=4).rows) == 4
+    assert asked == [(False, True), (False, False), (False, False), (False, False)]

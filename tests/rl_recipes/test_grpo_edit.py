@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from rl_recipes import grpo, grpo_edit
+from rl_recipes import building, collecting, grpo, grpo_edit
 from rl_recipes.editors import load_editor
 from rl_recipes.evaluation import MEASURES
+from rl_recipes.optimizing import NonFiniteError
 from tpips_reward.errors import TPIPSError
 
 Flags = Callable[..., list[str]]
@@ -64,6 +65,9 @@ def test_a_run_leaves_what_it_should(whole_run: Path) -> None:
     assert all(needed <= line.keys() for line in lines)
     with Image.open(whole_run / "samples" / "grid_00.png") as grid, Image.open(whole_run / "curves.png") as curves:
         assert grid.width > 4 * 160 and curves.width > 1000
+    page = (whole_run / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "http" not in page and "src=\"data" in page
+    assert "drift" in page and "num_inference_steps" in page and "object color" in page
     assert sorted(p.name for p in (whole_run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     assert not list(whole_run.rglob(".tmp-*"))
 
@@ -106,7 +110,7 @@ def test_a_killed_run_continues_to_the_bit(
 
     def kill_in_the_fourth(*args: Any) -> dict[str, float]:
         result = original(*args)
-        if args[3] == 4:
+        if args[2].number == 4:
             raise _Killed
         return result
 
@@ -137,14 +141,14 @@ def test_ctrl_c_takes_a_checkpoint_and_exits_with_130(
     flags: Flags, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    original = grpo.score
+    original = collecting.score
 
     def press_ctrl_c(*args: Any) -> Any:
         if args[4].startswith("iteration_000002"):
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
-    monkeypatch.setattr(grpo, "score", press_ctrl_c)
+    monkeypatch.setattr(collecting, "score", press_ctrl_c)
     assert grpo_edit.main(flags(run)) == 130
     monkeypatch.undo()
     assert "--resume" in capsys.readouterr().out
@@ -157,7 +161,7 @@ def test_a_reward_that_fails_stops_the_run_and_keeps_the_batch(
     flags: Flags, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    original = grpo_edit.building.build_reward
+    original = building.build_reward
 
     def build(*args: Any) -> Any:
         reward = original(*args)
@@ -176,7 +180,7 @@ def test_a_reward_that_fails_stops_the_run_and_keeps_the_batch(
 
         return Failing()
 
-    monkeypatch.setattr(grpo_edit.building, "build_reward", build)
+    monkeypatch.setattr(building, "build_reward", build)
     assert grpo_edit.main(flags(run)) == 2
     monkeypatch.undo()
     error = capsys.readouterr().err
@@ -195,8 +199,8 @@ def test_a_nan_stops_the_run_before_it_reaches_the_weights(
     original = grpo.update
 
     def spoil(*args: Any) -> dict[str, float]:
-        if args[3] == 3:
-            args[2][0].advantages[0] = float("nan")
+        if args[2].number == 3:
+            args[1][0].advantages[0] = float("nan")
         return original(*args)
 
     monkeypatch.setattr(grpo, "update", spoil)
@@ -267,4 +271,4 @@ def test_two_processes_equal_one(flags: Flags, whole_run: Path, tmp_path: Path) 
 
 
 def test_errors_of_the_package_are_those_that_are_shown() -> None:
-    assert issubclass(grpo.NonFiniteError, TPIPSError)
+    assert issubclass(NonFiniteError, TPIPSError)

@@ -9,10 +9,10 @@ import torch
 import yaml
 from tiny_editors import generators, images, tiny_pipeline
 
-from rl_recipes.config import PRESETS, parse_arguments
 from rl_recipes.editors import Editor, EditorError, attention, load_editor, registry
 from rl_recipes.editors.qwen_image_edit import QwenImageEdit
 from rl_recipes.editors.qwen_image_edit_plus import QwenImageEditPlus
+from rl_recipes.parsing import PRESETS, parse_arguments
 from tpips_reward import TPIPSError
 
 

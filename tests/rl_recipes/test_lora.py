@@ -117,23 +117,6 @@ def test_the_saved_adapter_is_what_the_pipeline_loads(tmp_path):
     assert torch.allclose(after, expected, atol=2e-5)
 
 
-def test_state_goes_into_a_new_editor():
-    editor = _editor()
-    other = _editor(trained=False)
-    other.load_lora_state(editor.lora_state())
-    assert torch.equal(_velocity(other), _velocity(editor))
-
-
-def test_states_that_do_not_fit_are_refused():
-    editor = _editor()
-    state = editor.lora_state()
-    name = next(iter(state))
-    with pytest.raises(EditorError, match="one side only"):
-        editor.load_lora_state({key: value for key, value in state.items() if key != name})
-    with pytest.raises(EditorError, match="LoRA rank"):
-        editor.load_lora_state(state | {name: torch.zeros(1, 1)})
-
-
 def test_misuse_is_named(tmp_path):
     with pytest.raises(EditorError, match="already has"):
         _editor().add_lora(2, 2, generator=torch.Generator())

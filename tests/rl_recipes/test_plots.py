@@ -20,6 +20,15 @@ def test_a_grid_shows_each_image_in_its_place() -> None:
     assert (grid[:, :, :] == [0, 0, 255]).all(-1).sum() == 64 * 32, "the ideal is missing in the second row only"
 
 
+def test_scores_stand_below_their_image() -> None:
+    row = [torch.ones(3, 8, 8)] * 3
+    plain = sample_grid([row], ["a", "b", "c"], ["edit"], side=64)
+    scored = sample_grid([row], ["a", "b", "c"], ["edit"], side=64, captions=[[[], [], ["background 0.97", "lighting 0.99"]]])
+    assert scored.width == plain.width and scored.height == plain.height + 2 * 13
+    added = np.asarray(scored)[plain.height - 8 : -8]
+    assert (added[:, 8 + 2 * 72 :] < 255).any() and (added[:, : 8 + 2 * 72] == 255).all()
+
+
 def test_grids_are_split_and_ideals_optional(tmp_path: Path) -> None:
     images = [torch.rand(3, 16, 16) for _ in range(10)]
     paths = save_sample_grids(tmp_path, images, images, images, [None] * 10, ["text"] * 10, rows_per_grid=8)

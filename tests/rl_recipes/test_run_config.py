@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_recipes.config import BUILTIN_MINUTES, PRESETS, ConfigError, parse_arguments
+from rl_recipes.config import ALGORITHMS, BUILTIN_MINUTES, ConfigError, NFTArguments
+from rl_recipes.parsing import PRESETS, parse_arguments
 
 
 def test_the_main_job_needs_one_flag() -> None:
     args = parse_arguments(["--reward", "tpips:preserve"])
-    assert (args.editor.editor, args.reward.metric, args.grpo.data) == ("builtin", "builtin:late", None)
+    assert (args.editor.editor, args.reward.metric, args.run.data) == ("builtin", "builtin:late", None)
     assert args.time_limit() == BUILTIN_MINUTES * 60
 
 
@@ -21,7 +22,7 @@ def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path
     config.write_text("editor: org/some-editor\nlearning_rate: 2e-4\nnum_inference_steps: 12\n")
     args = parse_arguments(["--config", str(config), "--num_inference_steps", "9"])
     preset = yaml.safe_load((PRESETS / "qwen_image_edit.yaml").read_text())
-    assert (args.grpo.num_inference_steps, args.grpo.learning_rate) == (9, 2e-4)
+    assert (args.run.num_inference_steps, args.run.learning_rate) == (9, 2e-4)
     assert args.editor.resolution == preset["resolution"]
     assert args.time_limit() == float("inf")
     assert parse_arguments([f"--config={config}", "--preset", "none"]).editor.resolution is None
@@ -45,7 +46,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
     started = parse_arguments(["--output_dir", str(tmp_path), "--eta", "0.31", "--max_steps", "7"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(started.to_dict()))
     args = parse_arguments(["--resume", "--output_dir", str(tmp_path), "--max_steps", "9"])
-    assert (args.grpo.eta, args.grpo.max_steps, args.grpo.resume) == (0.31, 9, True)
+    assert (args.algorithm.eta, args.run.max_steps, args.run.resume) == (0.31, 9, True)
     with pytest.raises(ConfigError, match=r"eta = 0\.31, but 0\.5 was given"):
         parse_arguments(["--resume", "--output_dir", str(tmp_path), "--eta", "0.5"])
     with pytest.raises(ConfigError, match="Nothing to resume"):
@@ -63,6 +64,13 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--eta", "0"], "eta must be a number above 0"),
         (["--learning_rate", "nan"], "learning_rate must be a number of at least 0, not nan"),
         (["--sde_window", "9"], "sde_window is 9, but there are only 6 steps"),
+        (["--window", "slide", "--window_stride", "3"], "window_stride is 3, but the window has 2 steps"),
+        (["--window_limit", "1"], "sde_window is 2, but window_limit leaves 1 steps"),
+        (["--sde_kind", "cps", "--sde_window", "6"], "With sde_kind 'cps'"),
+        (["--skip_saturated"], "needs prompts that come again"),
+        (["--push_to_hub"], "needs a repository"),
+        (["--train", "full", "--editor_dtype", "bfloat16"], "--train full needs --editor_dtype float32"),
+        (["--ema_decay", "1"], "ema_decay must be at least 0 and below 1"),
         (["--train_steps", "5"], "train_steps is 5, but only 2"),
         (["--overwrite", "--resume", "--output_dir", "{run}"], "contradict"),
         (["--preset", "huge"], "no preset 'huge'; there are .*qwen_image_edit"),
@@ -96,3 +104,35 @@ def test_bad_config_files_are_named(text: str, message: str, tmp_path: Path) -> 
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parse_arguments(["--config", str(path)])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.recipe)
+def test_every_recipe_has_defaults_a_folder_of_its_own_and_takes_every_preset(algorithm: type) -> None:
+    args = parse_arguments([], algorithm)
+    assert args.run.output_dir == f"runs/{algorithm.recipe}"
+    for preset in PRESETS.glob("*.yaml"):
+        settings = yaml.safe_load(preset.read_text())
+        found = parse_arguments(["--preset", preset.stem], algorithm).to_dict()
+        assert {name: found[name] for name in settings if name in found} == {n: v for n, v in settings.items() if n in found}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "argv", "message"),
+    [
+        (0, ["--nft_beta", "1"], "Unknown flag --nft_beta"),
+        (1, ["--min_count", "40"], "min_count is 40, which a buffer_size of 32 never reaches"),
+        (2, ["--noise_levels", "9"], "noise_levels is 9, but the schedule has 6"),
+        (2, ["--nft_beta", "0"], "nft_beta must be a number above 0"),
+        (3, ["--last_steps", "9"], "last_steps is 9, but there are only 6 steps"),
+        (3, ["--num_generations", "0"], "num_generations must be a number of at least 1"),
+    ],
+)
+def test_bad_settings_of_each_algorithm_are_named(algorithm: int, argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments(argv, ALGORITHMS[algorithm])
+
+
+def test_a_run_of_another_recipe_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(parse_arguments([]).to_dict()))
+    with pytest.raises(ConfigError, match=r"of another recipe .* which nft_edit\.py cannot resume"):
+        parse_arguments(["--resume", "--output_dir", str(tmp_path)], NFTArguments)

@@ -62,6 +62,16 @@ FLUX_SCHEDULE = {
     "shift": 3.0,
 }
 FLUX_TEXT_LENGTH = 40
+# The VAEs of FLUX.1 and FLUX.2 alike: factor 4, so that sides are multiples of 8.
+FLUX_VAE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "block_out_channels": (8, 8, 8),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+    "mid_block_add_attention": False,
+}
 
 
 @cache
@@ -116,20 +126,11 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def tiny_flux_pipeline(kontext: bool = False, seed: int = 0, **transformer_options):
-    """A FLUX.1 pipeline of one double and one single block; its VAE has factor 4, so sides are multiples of 8."""
+    """A FLUX.1 pipeline of one double and one single block."""
     generator = torch.Generator().manual_seed(seed)
     with components.seeded(seed):
         vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(8, 8, 8),
-            norm_num_groups=4,
-            latent_channels=4,
-            scaling_factor=0.36,
-            shift_factor=0.12,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            mid_block_add_attention=False,
+            **FLUX_VAE, scaling_factor=0.36, shift_factor=0.12, use_quant_conv=False, use_post_quant_conv=False
         )
         t5_config = T5Config(
             vocab_size=len(t5_tokenizer()),
@@ -188,7 +189,7 @@ def tiny_kontext_editor(resolution: int = 32, **options) -> FluxKontext:
 
 
 def tiny_flux2_pipeline(klein: bool = False, distilled: bool = False, seed: int = 0):
-    """FLUX.2 dev or klein, one double and one single block; its VAE has factor 4, so sides are multiples of 8.
+    """FLUX.2 dev or klein, one double and one single block.
 
     The text encoders are thin but deep enough for the layers that the pipelines read.
     """
@@ -201,15 +202,7 @@ def tiny_flux2_pipeline(klein: bool = False, distilled: bool = False, seed: int 
         "head_dim": 8,
     }
     with components.seeded(seed):
-        vae = AutoencoderKLFlux2(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(8, 8, 8),
-            layers_per_block=1,
-            norm_num_groups=4,
-            latent_channels=4,
-            mid_block_add_attention=False,
-        )
+        vae = AutoencoderKLFlux2(**FLUX_VAE)
         transformer = Flux2Transformer2DModel(
             in_channels=16,
             num_layers=1,

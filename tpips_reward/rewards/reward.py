@@ -44,11 +44,13 @@ class RewardOutput:
     terms: (B,) float32 each, without a graph, for logs: "preserve" (mean similarity), "target" (mean change, or
         closeness to the target image), "change" (mean change from the source), "gate" (how far the change opens it,
         also where it is switched off). NaN where a sample has no such aspects: take `nanmean` over a batch.
+    parts: (B,) float32 each, with the graph: the rewards that were added, by name, before they were weighted.
     """
 
     scores: Tensor
     per_aspect: list[dict[str, dict[str, float]]]
     terms: dict[str, Tensor]
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -189,9 +191,10 @@ class TPIPSReward:
             values = self._measure(edits, plan.table)
             means = self._means(values, plan, count)
             scores = torch.zeros(count, dtype=torch.float32, device=values.device)
+            parts = {item.name: MODES[item.mode].term(means, self.scale, self.gate.penalty) for item in self.spec.items}
             for item in self.spec.items:
-                scores = scores + item.weight * MODES[item.mode].term(means, self.scale, self.gate.penalty)
-        return RewardOutput(scores, self._per_aspect(values, plan, count), _log_terms(means, plan, self))
+                scores = scores + item.weight * parts[item.name]
+        return RewardOutput(scores, self._per_aspect(values, plan, count), _log_terms(means, plan, self), parts)
 
     def _check_aspects(self, kept: list[list[str]], changed: list[list[str]], ideals: list[Any]) -> None:
         check_disjoint(kept, changed)

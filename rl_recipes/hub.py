@@ -1,0 +1,84 @@
+"""Uploading a finished run to the Hugging Face Hub: adapter, card, report, figures and samples."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import HfApi
+
+from rl_recipes.config import Arguments, ConfigError
+from rl_recipes.evaluation import MEASURES
+from rl_recipes.runs import RunError
+
+#: What is uploaded of the run's folder beside the content of ``adapter/``.
+FILES = ("summary.json", "config.yaml", "metrics.jsonl", "curves.png", "report.html", "samples")
+
+
+def check_login(args: Arguments) -> None:
+    """Refuses --push_to_hub without a login, before hours are spent.
+
+    Raises:
+        ConfigError: there is no token.
+    """
+    if args.run.push_to_hub and huggingface_hub.get_token() is None:
+        raise ConfigError("--push_to_hub needs a login: run `hf auth login` once, or set HF_TOKEN.")
+
+
+def push(folder: Path, summary: dict[str, Any], args: Arguments) -> str:
+    """Uploads a run's results in one commit; returns the repository's address.
+
+    Raises:
+        RunError: the Hub refuses or cannot be reached.
+    """
+    name = args.run.hub_model_id
+    assert name is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        shutil.copytree(folder / "adapter", work, dirs_exist_ok=True)
+        for part in FILES:
+            if (folder / part).is_dir():
+                shutil.copytree(folder / part, work / part)
+            elif (folder / part).is_file():
+                shutil.copy2(folder / part, work / part)
+        (work / "README.md").write_text(card(summary, args), encoding="utf-8")
+        try:
+            api = HfApi()
+            address = api.create_repo(name, private=args.run.hub_private, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=work, commit_message=f"{summary['recipe']}, {summary['reward']}")
+        except Exception as error:  # the client's errors are of many kinds, and each means that it was not uploaded
+            reason = " ".join(str(error).split())[:200]
+            raise RunError(
+                f"{name} could not be uploaded ({type(error).__name__}: {reason}); everything is in {folder}, and "
+                "`hf upload` takes it from there."
+            ) from error
+    return str(address)
+
+
+def card(summary: dict[str, Any], args: Arguments) -> str:
+    """The model card: what was trained how, how to load it, and its figures."""
+    base = "" if summary["editor"] == "builtin" or Path(summary["editor"]).exists() else f"base_model: {summary['editor']}\n"
+    full = args.editor.train == "full"
+    tags = "\n".join(f"- {tag}" for tag in ("image-to-image", "diffusers", "tpips-reward", *(() if full else ("lora",))))
+    load = "transformer = <the transformer's class>.from_pretrained(\"%s\", subfolder=\"transformer\")" if full else (
+        'pipe.load_lora_weights("%s")'
+    )  # fmt: skip
+    rows = [
+        f"| {measure} | {summary['before'][measure]:.4f} | {summary['after'][measure]:.4f} |"
+        for measure in MEASURES
+        if summary["before"][measure] is not None and summary["after"][measure] is not None
+    ]
+    table = "\n".join(["| measure | before | after |", "|---|---|---|", *rows])
+    what = "held-out edits" if summary["held_out"] else "edits that it was trained on"
+    return (
+        f"---\nlibrary_name: diffusers\n{base}tags:\n{tags}\n---\n\n"
+        f"# {args.run.hub_model_id}\n\n"
+        f"`{summary['editor']}` fine-tuned with `{summary['recipe']}` of tpips-reward, rewarded by `{summary['reward']}` "
+        f"({summary['metric']}), {summary['iterations']} iterations, seed {summary['seed']}.\n\n"
+        f"```python\n{load % args.run.hub_model_id}\n```\n\n"
+        f"## {summary['evaluated']} {what}, same noise before and after\n\n{table}\n\n"
+        "`report.html` has curves, samples, scores by aspect and all settings.\n"
+    )

@@ -1,0 +1,80 @@
+"""What every recipe's script does around its loop: settings read, parts built, a run begun, ended or stopped cleanly."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from rl_recipes import building, hub
+from rl_recipes.config import Algorithm, Arguments
+from rl_recipes.job import Job
+from rl_recipes.parsing import parse_arguments
+from rl_recipes.progress import Clock, Display
+from rl_recipes.runs import DivergedError
+from rl_recipes.session import Session
+from rl_recipes.weights import ShadowWeights
+from tpips_reward.errors import BAD_INPUT, INTERRUPTED, TPIPSError
+from tpips_reward.stopping import Interrupted, StopSignal
+
+
+def run_recipe(
+    algorithm: type[Algorithm], train: Callable[[Session], None], argv: Sequence[str] | None, clock: Clock | None
+) -> int:
+    """Reads flags, runs the recipe, and turns errors that the user can mend into one line.
+
+    Args:
+        algorithm: the dataclass of its own settings.
+        train: its loop, which is given a session that has begun.
+        argv: flags; None for those of the command line.
+
+    Returns:
+        the exit code: 2 for bad input, 130 when it was interrupted.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        args = parse_arguments(sys.argv[1:] if argv is None else argv, algorithm)
+        return _run(args, train, clock or Clock())
+    except TPIPSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("Stopped before the run began.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int:
+    hub.check_login(args)
+    accelerator = building.build_accelerator(args)
+    folder = building.check_folder(args, accelerator)
+    reward = building.build_reward(args, accelerator.device)
+    judge = building.build_judge(args, accelerator.device)
+    building.check_judge(judge, reward)
+    editor, optimizer = building.build_editor(args, accelerator)
+    prompts, held_out, num_held_out = building.build_prompts(args, editor, reward)
+    stop = StopSignal(alone=accelerator.num_processes == 1)
+    display = Display(args.run.max_steps, enabled=accelerator.is_main_process)
+    average = ShadowWeights(editor.lora_parameters()) if args.run.ema_decay else None
+    job = Job(args, accelerator, folder, editor, optimizer, reward, stop, average)
+    session = Session(job, prompts, held_out, num_held_out, judge, clock, display)
+    with folder, stop, display:
+        try:
+            building.claim_folder(folder, args, accelerator)
+            building.start_trackers(args, accelerator)
+            session.restore()
+            before = session.evaluate_before()
+            train(session)
+            session.save_checkpoint()
+            session.finish(before, session.evaluate_after())
+        except (Interrupted, KeyboardInterrupt):
+            session.save_after_error()
+            display.say(session.stopped())
+            return INTERRUPTED
+        except DivergedError:
+            raise
+        except Exception:
+            session.save_after_error()
+            raise
+        finally:
+            accelerator.end_training()
+    return 0

@@ -1,0 +1,359 @@
+"""What a run is rewarded with: one source or several, each with a weight, asked as one.
+
+    tpips:preserve                                        a mode of the TPIPS metric that the flags name
+    tpips:preserve=0.7,tpips:target=0.3                   several, with weights; one metric serves both
+    tpips:edit[metric=released:mid,device=cuda:1,dtype=bfloat16]=0.5     with a metric of its own
+    remote:http://host:8000=0.5                           a reward server (tpips-reward serve), see docs/serving.md
+    my_module:my_function=0.3                             a function of yours, see `FunctionReward`
+
+`open_source` is the one place where a name becomes a reward; another kind of source is one line in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rl_recipes.config import ConfigError, RewardArguments
+from rl_recipes.prompts import Prompt
+from tpips_reward import load_metric
+from tpips_reward.errors import TPIPSError
+from tpips_reward.rewards import RewardOutput, TPIPSReward, parse_reward
+from tpips_reward.serving.client import RemoteReward
+
+log = logging.getLogger(__name__)
+
+#: What may stand in brackets behind a TPIPS reward.
+TPIPS_OPTIONS = ("metric", "revision", "device", "dtype", "gate", "gate_threshold", "gate_weight")
+#: Arguments that a function may have.
+FUNCTION_ARGUMENTS = ("images", "sources", "instructions", "preserve", "target")
+#: The longest wait before a failed reward is asked again, in seconds.
+LONGEST_WAIT = 10.0
+
+
+class Source(Protocol):
+    """One source: (edits, sources, prompts) -> the rewards of the edits; its `scores` are not weighted."""
+
+    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of ``--reward``: its name, the options in brackets, and the weight."""
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+    weight: float = 1.0
+
+    @property
+    def family(self) -> str:
+        """What stands before the colon."""
+        return self.name.partition(":")[0].strip()
+
+    @property
+    def suffix(self) -> str:
+        """The options as they are written, for names in logs."""
+        return "[" + ",".join(f"{k}={v}" for k, v in self.options) + "]" if self.options else ""
+
+
+def parse_entries(text: str) -> list[Entry]:
+    """Parses ``name[option=value,...]=weight,...``; the weight is 1 where none is written.
+
+    >>> parse_entries("tpips:edit[device=cuda:1]=0.5,a.b:c")[0].options
+    (('device', 'cuda:1'),)
+
+    Raises:
+        ConfigError: empty entries, brackets that do not fit, weights that are no positive numbers, or an entry twice.
+    """
+    entries = []
+    for piece in re.split(r",(?![^\[\]]*\])", text):
+        match = re.fullmatch(r"\s*([^\[\]]+?)\s*(?:\[([^\[\]]*)\])?\s*(?:=\s*([^=\[\]:/]+))?", piece)
+        if match is None:
+            raise ConfigError(
+                f"The reward {piece.strip()!r} cannot be read; write name, name=weight or name[option=value]=weight, with "
+                "commas between several."
+            )
+        name, options, weight = match.groups()
+        entries.append(Entry(name, _options(options, piece), _weight(weight, piece)))
+    names = [entry.name + entry.suffix for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"The reward {name!r} stands twice in {text!r}; write it once, with the sum of its weights.")
+    return entries
+
+
+def _options(text: str | None, piece: str) -> tuple[tuple[str, str], ...]:
+    pairs = [] if text is None else [part.partition("=") for part in text.split(",")]
+    if any(not (key.strip() and sign and value.strip()) for key, sign, value in pairs):
+        raise ConfigError(f"The brackets of {piece.strip()!r} must hold option=value, with commas between several.")
+    return tuple((key.strip(), value.strip()) for key, _, value in pairs)
+
+
+def _weight(text: str | None, piece: str) -> float:
+    try:
+        weight = 1.0 if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"The weight {text.strip()!r} in {piece.strip()!r} is not a number.") from None  # type: ignore[union-attr]
+    if not 0.0 < weight < float("inf"):
+        raise ConfigError(f"The weight {weight} in {piece.strip()!r} must be positive and finite.")
+    return weight
+
+
+class TPIPSSource:
+    """Modes of one TPIPS metric, measured together."""
+
+    def __init__(self, reward: TPIPSReward) -> None:
+        self.reward = reward
+
+    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+        return self.reward(
+            edits, sources, preserve=[list(p.preserve) for p in prompts], target=[list(p.target) for p in prompts]
+        )
+
+
+class RemoteSource:
+    """The reward of a server; it waits and asks again by itself, and gives no gradient."""
+
+    def __init__(self, address: str, options: dict[str, str]) -> None:
+        odd = options.keys() - {"reward", "timeout", "patience"}
+        if odd:
+            raise ConfigError(f"A reward server has no option {min(odd)!r}; there are reward, timeout and patience.")
+        times = {name: _number(options[name], None) for name in ("timeout", "patience") if name in options}
+        self.reward = RemoteReward(address, options.get("reward"), **times)  # type: ignore[arg-type]
+
+    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+        return self.reward(
+            edits, sources, preserve=[list(p.preserve) for p in prompts], target=[list(p.target) for p in prompts]
+        )
+
+
+class FunctionReward:
+    """A function of the user's, given by name on the command line and therefore trusted.
+
+    It gets those of these arguments that it names, of equal length B: ``images`` and ``sources`` (lists of (3, H, W)
+    float32 tensors in [0, 1], of one size each pair), ``instructions`` (texts), ``preserve`` and ``target`` (lists of
+    aspects). It answers B numbers, higher is better: a list, an array, a tensor, whose gradient is used by
+    backprop_edit, or a `RewardOutput`. An error or a number that is not finite stops the run after the retries; it never becomes a reward.
+
+    Args:
+        name: ``module:function``; the module is looked for in the working directory first.
+
+    Raises:
+        ConfigError: it cannot be imported, is no function, or has arguments that it would not get.
+    """
+
+    def __init__(self, name: str) -> None:
+        module, _, attribute = name.partition(":")
+        # First, for a script's own folder stands before it otherwise; what the module imports later finds it at the end.
+        sys.path.insert(0, os.getcwd())
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # whatever the module's own code raises
+            raise ConfigError(f"The reward {name!r} cannot be imported ({type(error).__name__}: {error}).") from error
+        finally:
+            sys.path.append(sys.path.pop(0))
+        if not callable(function):
+            raise ConfigError(f"The reward {name!r} is a {type(function).__name__}; give a function.")
+        self.name, self.function = name, function
+        parameters = inspect.signature(function).parameters.values()
+        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        odd = [p.name for p in parameters if p.name not in FUNCTION_ARGUMENTS and p.default is p.empty]
+        odd = [n for n in odd if n in self._names]
+        if odd or not ("images" in self._names or self._all):
+            what = f"asks for {odd[0]!r}" if odd else "does not ask for 'images'"
+            raise ConfigError(f"The reward {name!r} {what}; its arguments may be {', '.join(FUNCTION_ARGUMENTS)}.")
+
+    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+        given = {
+            "images": edits,
+            "sources": sources,
+            "instructions": [p.instruction for p in prompts],
+            "preserve": [list(p.preserve) for p in prompts],
+            "target": [list(p.target) for p in prompts],
+        }
+        answer = self.function(**{k: v for k, v in given.items() if self._all or k in self._names})
+        if isinstance(answer, RewardOutput):
+            return answer
+        scores = torch.as_tensor(answer, dtype=torch.float32)
+        return RewardOutput(scores, [{} for _ in edits], {}, {})
+
+
+@dataclass
+class Asked:
+    """A source with the names and weights of its parts."""
+
+    source: Source
+    weights: dict[str, float]
+    suffix: str = ""
+    retries: int = 0
+
+
+@dataclass
+class Rewards:
+    """Several sources, asked as one.
+
+    Attributes:
+        text: as it was written.
+    """
+
+    text: str
+    asked: list[Asked] = field(default_factory=list)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part, by its name."""
+        return {name: weight for one in self.asked for name, weight in one.weights.items()}
+
+    def check_aspects(self, preserve: Sequence[str], target: Sequence[str]) -> None:
+        """Refuses the aspects of a sample that a TPIPS reward, here or on a server, would refuse."""
+        for one in self.asked:
+            if isinstance(one.source, (TPIPSSource, RemoteSource)):
+                one.source.reward.check_aspects(preserve, target)
+
+    def tpips(self) -> list[TPIPSReward]:
+        """The TPIPS rewards among the sources."""
+        return [one.source.reward for one in self.asked if isinstance(one.source, TPIPSSource)]
+
+    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+        """The weighted sum, (B,) float32 on the edits' device, and its parts; gradients reach the edits if they require it.
+
+        Raises:
+            TPIPSError: an answer of another length, or one that is not finite.
+            Exception: whatever a source raises at its last attempt.
+        """
+        outputs = [_ask(one, edits, sources, prompts) for one in self.asked]
+        if len(outputs) == 1 and not self.asked[0].suffix:
+            return outputs[0]
+        device = edits[0].device
+        total = torch.zeros(len(edits), dtype=torch.float32, device=device)
+        aspects: list[dict[str, dict[str, float]]] = [{} for _ in edits]
+        terms: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
+        for one, output in zip(self.asked, outputs, strict=True):
+            total = total + output.scores.to(device)
+            parts |= {name: value.to(device) for name, value in output.parts.items()}
+            terms |= {name + one.suffix: value.to(device) for name, value in output.terms.items()}
+            for mine, theirs in zip(aspects, output.per_aspect, strict=True):
+                mine |= {role + one.suffix: values for role, values in theirs.items()}
+        return RewardOutput(total, aspects, terms, parts)
+
+
+def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+    """The weighted answer of one source, its parts under their full names; asked again where it fails."""
+    for attempt in range(one.retries + 1):
+        try:
+            output = one.source(edits, sources, prompts)
+            if output.scores.shape != (len(edits),) or not bool(torch.isfinite(output.scores).all()):
+                raise TPIPSError(f"its scores for {len(edits)} edits are {output.scores.tolist()}")
+            break
+        except Exception as error:
+            if attempt == one.retries:
+                raise
+            wait = min(2.0**attempt, LONGEST_WAIT)
+            log.warning(
+                "The reward %s failed (%s: %s); it is asked again in %.0f s.",
+                ", ".join(one.weights), type(error).__name__, error, wait,
+            )  # fmt: skip
+            time.sleep(wait)
+    if not output.parts:
+        ((name, weight),) = one.weights.items()
+        return RewardOutput(weight * output.scores, output.per_aspect, output.terms, {name: output.scores})
+    if not one.suffix:
+        return output
+    parts = {name + one.suffix: value for name, value in output.parts.items()}
+    return RewardOutput(output.scores, output.per_aspect, output.terms, parts)
+
+
+def build_rewards(text: str, settings: RewardArguments, device: torch.device | str) -> Rewards:
+    """The rewards that ``text`` names; metrics and modules are loaded.
+
+    Args:
+        settings: give what the brackets do not say.
+        device: of metrics, where neither says another.
+
+    Raises:
+        ConfigError: for what cannot be read, imported or found.
+        TPIPSError: from `load_metric` and `TPIPSReward`.
+    """
+    entries = parse_entries(text)
+    for entry in entries:
+        if entry.family == "tpips":
+            parse_reward(entry.name)  # a typo must not cost the loading of what stands before it
+    rewards = Rewards(text)
+    grouped: dict[tuple[tuple[str, str], ...], list[Entry]] = {}
+    for entry in entries:
+        if entry.family == "tpips":
+            grouped.setdefault(entry.options, []).append(entry)
+        else:
+            remote = entry.family == "remote"
+            # Alone a server's terms keep their names; beside others they would be taken for theirs.
+            suffix = f"[{entry.name}]" if remote and len(entries) > 1 else ""
+            retries = 0 if remote else settings.reward_retries
+            rewards.asked.append(Asked(open_source(entry), {entry.name + entry.suffix: entry.weight}, suffix, retries))
+    metrics: list[Asked] = []
+    for options, together in grouped.items():
+        names = {entry.name + entry.suffix: entry.weight for entry in together}
+        source = TPIPSSource(_tpips(together, dict(options), settings, device))
+        metrics.append(Asked(source, names, together[0].suffix))
+    rewards.asked = metrics + rewards.asked
+    return rewards
+
+
+def open_source(entry: Entry) -> Source:
+    """The source that a name stands for, TPIPS rewards apart.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    family, colon, rest = entry.name.partition(":")
+    if family == "remote":
+        return RemoteSource(entry.name, dict(entry.options))
+    if entry.options:
+        raise ConfigError(f"The reward {entry.name!r} takes no options in brackets; only tpips:... and remote:... do.")
+    if colon and re.fullmatch(r"[\w.]+", family) and re.fullmatch(r"\w+", rest):
+        return FunctionReward(entry.name)
+    raise ConfigError(
+        f"Unknown reward {entry.name!r}; give tpips:preserve, tpips:target, tpips:edit, remote:http://host:port, or a "
+        "function of yours as module:function."
+    )
+
+
+def _tpips(
+    entries: Sequence[Entry], options: dict[str, str], settings: RewardArguments, device: torch.device | str
+) -> TPIPSReward:
+    odd = options.keys() - set(TPIPS_OPTIONS)
+    if odd:
+        raise ConfigError(f"TPIPS rewards have no option {min(odd)!r}; there are {', '.join(TPIPS_OPTIONS)}.")
+    dtype = options.get("dtype", settings.reward_dtype)
+    metric = load_metric(
+        options.get("metric", settings.metric),
+        device=options.get("device", settings.reward_device or device),
+        dtype=None if dtype == "auto" else dtype,
+        revision=options.get("revision", settings.metric_revision if "metric" not in options else None),
+    )
+    return TPIPSReward(
+        ",".join(f"{entry.name}={entry.weight!r}" for entry in entries),
+        metric=metric,
+        gate=options.get("gate", settings.gate),
+        gate_threshold=_number(options.get("gate_threshold"), settings.gate_threshold),
+        gate_weight=_number(options.get("gate_weight"), settings.gate_weight) or 0.0,
+    )
+
+
+def _number(text: str | None, default: float | None) -> float | None:
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} in the brackets of a reward is not a number.") from None

@@ -1,0 +1,58 @@
+"""FSDP2 for the frozen weights: each process keeps a share of every block and borrows the rest while it runs.
+
+Only what is frozen is sharded, which is nearly all of it. The adapter is whole in every process, so that checkpoints, the
+moving average and the averaged gradients are those of unsharded runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from rl_recipes.config import Arguments, ConfigError
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether the launch asked for FSDP."""
+    return accelerator.distributed_type == DistributedType.FSDP
+
+
+def check(args: Arguments, accelerator: Accelerator) -> None:
+    """Refuses what sharded weights cannot do.
+
+    Raises:
+        ConfigError: FSDP 1, DeepSpeed, full fine-tuning, or batches whose number differs between processes.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigError("These recipes do not run with DeepSpeed; launch with rl_recipes/accelerate/fsdp2.yaml instead.")
+    if not is_sharded(accelerator):
+        return
+    if not accelerator.is_fsdp2:
+        raise ConfigError("FSDP must be of version 2; launch with rl_recipes/accelerate/fsdp2.yaml.")
+    if args.editor.train == "full":
+        raise ConfigError("FSDP2 shards frozen weights, and --train full has none; train an adapter, or launch with DDP.")
+    if args.run.data is not None and args.run.samples_per_batch != 1:
+        raise ConfigError(
+            "With FSDP2 all processes must call the transformer equally often, but photographs of several sizes make "
+            "batches of several lengths; give --samples_per_batch 1."
+        )
+
+
+def shard(transformer: Any, accelerator: Accelerator) -> None:
+    """Shards the frozen weights of ``transformer``, block by block, in place."""
+    trained = {p for p in transformer.parameters() if p.requires_grad}
+    kinds = set(transformer._no_split_modules or ())
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for module in [m for m in transformer.modules() if type(m).__name__ in kinds]:
+        fully_shard(module, mesh=mesh, ignored_params=trained)
+    fully_shard(transformer, mesh=mesh, ignored_params=trained)
+
+
+def shared_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the module's weights in this process."""
+    return sum(getattr(p, "_local_tensor", p).nbytes for p in module.parameters())

@@ -1,0 +1,60 @@
+"""A second set of the trained weights, which follows the first: a moving average, or the policy that samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_recipes.algorithms.nft import follow
+from tpips_reward.errors import TPIPSError
+
+
+class ShadowWeights:
+    """A copy of ``parameters``, made now, that `follow` moves towards them.
+
+    Attributes:
+        tensors: the copy, in the order of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self.tensors = [p.detach().clone() for p in self._parameters]
+
+    def follow(self, decay: float) -> None:
+        """shadow <- decay shadow + (1 - decay) weights; with decay 0 the same bits."""
+        follow(self.tensors, [p.detach() for p in self._parameters], decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The shadow in place of the weights, for the block; no graph may be open that the weights are part of."""
+        trained = [p.data for p in self._parameters]
+        self._put(self.tensors)
+        try:
+            yield
+        finally:
+            self._put(trained)
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """CPU copies of the tensors, for a checkpoint."""
+        return {"tensors": [t.cpu().clone() for t in self.tensors]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave, to the bit.
+
+        Raises:
+            TPIPSError: when it is of other weights.
+        """
+        saved = state.get("tensors", [])
+        if [t.shape for t in saved] != [t.shape for t in self.tensors]:
+            raise TPIPSError("The checkpoint's second set of weights is of another editor or adapter; start anew.")
+        with torch.no_grad():
+            for mine, theirs in zip(self.tensors, saved, strict=True):
+                mine.copy_(theirs)

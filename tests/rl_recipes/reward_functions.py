@@ -1,0 +1,55 @@
+"""Rewards of a user's own, for --reward module:function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpips_reward.rewards import RewardOutput
+
+CALLS: list[int] = []
+
+
+def brightness(images: list[Tensor]) -> Tensor:
+    return torch.stack([image.mean() for image in images])
+
+
+def brightness_without_gradient(images: list[Tensor], instructions: list[str]) -> list[float]:
+    assert len(instructions) == len(images)
+    return [float(image.detach().mean()) for image in images]
+
+
+def everything(**given: object) -> list[float]:
+    assert set(given) == {"images", "sources", "instructions", "preserve", "target"}
+    return [float(len(aspects)) for aspects in given["preserve"]]  # type: ignore[attr-defined]
+
+
+def fails_twice(images: list[Tensor]) -> list[float]:
+    CALLS.append(len(images))
+    if len(CALLS) < 3:
+        raise ConnectionError("the server is down")
+    return [1.0] * len(images)
+
+
+def not_a_number(images: list[Tensor]) -> list[float]:
+    return [float("nan")] * len(images)
+
+
+def too_few(images: list[Tensor]) -> list[float]:
+    return [0.5]
+
+
+def asks_for_more(images: list[Tensor], masks: list[Tensor]) -> list[float]:
+    return []
+
+
+def asks_for_nothing() -> list[float]:
+    return []
+
+
+def whole_output(images: list[Tensor]) -> RewardOutput:
+    scores = torch.zeros(len(images))
+    return RewardOutput(scores, [{} for _ in images], {})
+
+
+NUMBER = 3

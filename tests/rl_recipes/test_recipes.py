@@ -1,0 +1,126 @@
+"""DDPO, DiffusionNFT and backpropagation as whole runs: they move the weights, stop on Ctrl-C, and go on to the bit.
+
+What all recipes share (folders, kills, damaged checkpoints, bad input) is tested with grpo_edit in test_grpo_edit.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_recipes import backprop as backprop_steps
+from rl_recipes import backprop_edit, collecting, ddpo_edit, nft_edit
+
+Flags = Callable[..., list[str]]
+
+#: Each with the settings that make every part of it run, its EMA among them, and what a line of it must have.
+RECIPES: dict[str, tuple[ModuleType, dict[str, Any], set[str]]] = {
+    "ddpo": (ddpo_edit, {"train_prompts": 2, "min_count": 2, "ema_decay": 0.5, "ratio": "guard"}, {"kl", "ratio_mean"}),
+    "nft": (nft_edit, {"noise_levels": 2, "kl_weight": 0.1, "old_decay_rate": 0.2}, {"positive", "negative", "distance"}),
+    "backprop": (backprop_edit, {"kl_weight": 0.1, "backprop": "alignprop", "num_generations": 1}, {"gradient_steps"}),
+}
+#: The flags fixture is for grpo_edit; these settings are its own.
+NOT_SHARED = ("sde_window", "train_steps")
+
+
+def _flags(flags: Flags, name: str, run: Path, *switches: str, **changes: Any) -> list[str]:
+    settings = {**RECIPES[name][1], "max_steps": 3, "save_steps": 5, "eval_samples": 2, "learning_rate": 0.01, **changes}
+    made = flags(run, *switches, **settings)
+    return [flag for flag in made if name == "ddpo" or not flag.startswith(tuple(f"--{n}=" for n in NOT_SHARED))]
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def finished(request: pytest.FixtureRequest, flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run of three iterations that nothing disturbed, of each recipe."""
+    run = tmp_path_factory.mktemp(request.param) / "run"
+    assert RECIPES[request.param][0].main(_flags(flags, request.param, run)) == 0
+    return request.param, run
+
+
+def test_a_run_trains_and_leaves_what_it_should(finished: tuple[str, Path]) -> None:
+    name, run = finished
+    lines, summary = _lines(run), json.loads((run / "summary.json").read_text())
+    assert [line["iteration"] for line in lines] == [1, 2, 3] and summary["recipe"] == f"{name}_edit"
+    assert all(line["grad_norm"] > 0 and RECIPES[name][2] <= line.keys() for line in lines)
+    weights = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
+    assert any(value.abs().max() > 0 for key, value in weights.items() if ".lora_B." in key)
+    assert summary["before"] != summary["after"]
+    assert {"report.html", "curves.png", "adapter", "samples"} <= {p.name for p in run.iterdir()}
+    if name == "ddpo":
+        assert lines[0]["ratio_mean"] == 1.0 and lines[0]["ratio_max_deviation"] == 0.0
+    if name == "nft":
+        assert lines[0]["positive"] == pytest.approx(lines[0]["negative"]), "the old policy begins as the policy"
+        assert [line["old_decay"] for line in lines] == [0.0, 0.2, 0.4]
+    if name == "backprop":
+        assert {line["gradient_steps"] for line in lines} <= {1.0, 2.0}
+
+
+def test_ctrl_c_takes_a_checkpoint_and_the_run_goes_on_to_the_bit(
+    finished: tuple[str, Path], flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, whole = finished
+    run, original = tmp_path / "run", collecting.score
+
+    def press_ctrl_c(*args: Any) -> Any:
+        if args[4].startswith("iteration_000003"):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    for module in (collecting, backprop_steps):
+        monkeypatch.setattr(module, "score", press_ctrl_c)
+    assert RECIPES[name][0].main(_flags(flags, name, run)) == 130
+    monkeypatch.undo()
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000002"] and len(_lines(run)) == 2
+    assert RECIPES[name][0].main(["--resume", f"--output_dir={run}"]) == 0
+    assert _lines(run) == _lines(whole)
+    for step_file in ("checkpoints/step_000003/trainable.safetensors", "adapter/pytorch_lora_weights.safetensors"):
+        found, expected = load_file(run / step_file), load_file(whole / step_file)
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_the_average_of_the_weights_is_what_is_handed_out(finished: tuple[str, Path]) -> None:
+    name, run = finished
+    trained = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
+    saved = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
+    sums = [sorted(float(v.double().sum()) for v in part.values()) for part in (trained, saved)]
+    assert (sums[0] == pytest.approx(sums[1], rel=1e-6)) == (name != "ddpo")
+
+
+def test_every_way_of_backpropagation_runs(flags: Flags, tmp_path: Path) -> None:
+    norms: list[float] = []
+    for changes in ({"backprop": "draft"}, {"backprop": "draft", "recompute": True}, {"backprop": "refl"}):
+        run = tmp_path / str(len(norms))
+        made = _flags(flags, "backprop", run, **{**changes, "max_steps": 1, "eval_samples": 0, "kl_weight": 0.0})
+        assert backprop_edit.main(made) == 0
+        norms.append(_lines(run)[0]["grad_norm"])
+    draft, recomputed, refl = norms
+    assert draft == recomputed != refl
+
+
+def test_a_reward_without_gradient_is_refused(flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = "tpips:preserve,reward_functions:brightness_without_gradient=0.1"
+    made = _flags(flags, "backprop", tmp_path / "run", reward=reward, eval_samples=0)
+    assert backprop_edit.main(made) == 2
+    assert "brightness_without_gradient' gives no gradient" in capsys.readouterr().err
+
+
+def test_saturated_prompts_are_skipped_in_a_run(flags: Flags, tmp_path: Path) -> None:
+    """Every reward counts as the top here; after three visits nothing is left, and training goes on all the same."""
+    run = tmp_path / "run"
+    changes = {"train_prompts": 2, "skip_saturated": True, "saturated_at": -5.0, "gate": "none", "max_steps": 4}
+    assert backprop_edit.main(_flags(flags, "backprop", run, **{**changes, "eval_samples": 0, "learning_rate": 0.0})) == 0
+    assert json.loads((run / "summary.json").read_text())["saturated"] == ["train-000000", "train-000001"]

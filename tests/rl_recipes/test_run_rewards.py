@@ -1,0 +1,166 @@
+"""Rewards of a run: how they are written, several as one, functions of a user's own, and failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reward_functions
+import torch
+from jobs import PixelSource, rewards_of
+from tiny_editors import images
+
+from rl_recipes import rewards as module
+from rl_recipes.building import check_judge
+from rl_recipes.config import ConfigError, RewardArguments
+from rl_recipes.prompts import Prompt
+from rl_recipes.rewards import Entry, build_rewards, parse_entries
+from tpips_reward import TPIPSReward, load_metric
+from tpips_reward.errors import TPIPSError
+from tpips_reward.rewards import RewardOutput
+
+METRIC = str(Path(__file__).parents[1] / "data" / "parity" / "embedding")
+OWN = "reward_functions"
+
+
+def _settings(**changes: Any) -> RewardArguments:
+    return RewardArguments(**{"metric": METRIC, "gate_threshold": 0.1, **changes})
+
+
+def _prompts(count: int = 2) -> list[Prompt]:
+    image = images(1)[0]
+    return [Prompt(image, f"edit {i}", ("background", "lighting"), ("color",), str(i)) for i in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", waited.append)
+    return waited
+
+
+def test_entries() -> None:
+    found = parse_entries("tpips:preserve=0.7, tpips:edit[metric=a/b,device=cuda:1]=0.3,my.module:function,x:y = 2e-1")
+    assert found == [
+        Entry("tpips:preserve", (), 0.7),
+        Entry("tpips:edit", (("metric", "a/b"), ("device", "cuda:1")), 0.3),
+        Entry("my.module:function"),
+        Entry("x:y", (), 0.2),
+    ]
+    assert parse_entries("remote:http://host:8000/score=0.5") == [Entry("remote:http://host:8000/score", (), 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpips:preserve,", "'' cannot be read"),
+        ("tpips:edit[metric", "cannot be read"),
+        ("tpips:edit[metric]", "must hold option=value"),
+        ("a:b=x", "weight 'x' in 'a:b=x' is not a number"),
+        ("a:b=-1", "must be positive and finite"),
+        ("a:b,a:b=2", "'a:b' stands twice"),
+        ("tpips:keep", "Unknown mode 'keep'"),
+        ("tpips:edit[colour=red]", "no option 'colour'"),
+        ("tpips:edit[gate_weight=much]", "'much' in the brackets"),
+        ("brightness", "Unknown reward 'brightness'"),
+        (f"{OWN}:brightness[device=cpu]", "takes no options"),
+        ("no_such_module:f", "cannot be imported .ModuleNotFoundError"),
+        (f"{OWN}:no_such_function", "cannot be imported .AttributeError"),
+        (f"{OWN}:NUMBER", "is a int; give a function"),
+        (f"{OWN}:asks_for_more", "asks for 'masks'; its arguments may be images, sources"),
+        (f"{OWN}:asks_for_nothing", "does not ask for 'images'"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_named(text: str, message: str) -> None:
+    with pytest.raises(TPIPSError, match=message):
+        build_rewards(text, _settings(), "cpu")
+
+
+def test_tpips_alone_is_the_reward_itself() -> None:
+    edits, sources, prompts = images(2, seed=1), images(2, seed=2), _prompts()
+    rewards = build_rewards("tpips:preserve=0.7,tpips:target=0.3", _settings(), "cpu")
+    out = rewards(edits, sources, prompts)
+    reward = TPIPSReward("tpips:preserve=0.7,tpips:target=0.3", load_metric(METRIC, device="cpu"), gate_threshold=0.1)
+    expected = reward(edits, sources, preserve=[list(p.preserve) for p in prompts], target=[["color"]] * 2)
+    assert torch.equal(out.scores, expected.scores) and out.per_aspect == expected.per_aspect
+    torch.testing.assert_close(0.7 * out.parts["tpips:preserve"] + 0.3 * out.parts["tpips:target"], out.scores)
+    assert rewards.weights == {"tpips:preserve": 0.7, "tpips:target": 0.3}
+
+
+def test_several_sources_are_added_with_their_weights_and_keep_their_parts() -> None:
+    edits = [image.requires_grad_() for image in images(2, seed=1)]
+    text = f"tpips:preserve=0.5,{OWN}:brightness=2,tpips:preserve[gate=none,dtype=bfloat16,device=cpu]=0.25"
+    rewards = build_rewards(text, _settings(), "cpu")
+    out = rewards(edits, images(2, seed=2), _prompts())
+    names = {"tpips:preserve", f"{OWN}:brightness", "tpips:preserve[gate=none,dtype=bfloat16,device=cpu]"}
+    assert out.parts.keys() == rewards.weights.keys() == names
+    total = sum(weight * out.parts[name] for name, weight in rewards.weights.items())
+    torch.testing.assert_close(out.scores, total)
+    out.scores.sum().backward()
+    assert all(image.grad is not None and float(image.grad.abs().max()) > 0 for image in edits)
+    assert [reward.gate.kind for reward in rewards.tpips()] == ["change", "none"]
+    assert [str(reward.metric.dtype) for reward in rewards.tpips()] == ["torch.float32", "torch.bfloat16"]  # type: ignore[attr-defined]
+    other = "[gate=none,dtype=bfloat16,device=cpu]"
+    assert out.per_aspect[0].keys() == {"preserve", "target", f"preserve{other}", f"target{other}"}
+    assert {"change", f"change{other}"} <= out.terms.keys()
+
+
+def test_a_function_gets_what_it_names() -> None:
+    edits, prompts = images(2), _prompts()
+    for name, expected in (("everything", [2.0, 2.0]), ("whole_output", [0.0, 0.0])):
+        out = build_rewards(f"{OWN}:{name}", _settings(), "cpu")(edits, edits, prompts)
+        assert out.scores.tolist() == expected
+    out = build_rewards(f"{OWN}:brightness_without_gradient=3", _settings(), "cpu")(edits, edits, prompts)
+    assert out.scores.tolist() == pytest.approx([3 * float(image.mean()) for image in edits])
+    assert out.parts[f"{OWN}:brightness_without_gradient"].tolist() == pytest.approx([float(i.mean()) for i in edits])
+
+
+def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[float]) -> None:
+    edits, prompts = images(2), _prompts()
+    reward_functions.CALLS.clear()
+    out = build_rewards(f"{OWN}:fails_twice", _settings(reward_retries=2), "cpu")(edits, edits, prompts)
+    assert out.scores.tolist() == [1.0, 1.0] and no_waiting == [1.0, 2.0]
+    reward_functions.CALLS.clear()
+    with pytest.raises(ConnectionError):
+        build_rewards(f"{OWN}:fails_twice", _settings(reward_retries=1), "cpu")(edits, edits, prompts)
+    for name in ("not_a_number", "too_few"):
+        with pytest.raises(TPIPSError, match="its scores for 2 edits are"):
+            build_rewards(f"{OWN}:{name}", _settings(), "cpu")(edits, edits, prompts)
+
+
+def test_a_judge_must_not_be_optimised() -> None:
+    reward, judge = rewards_of({"a": PixelSource(), "b": PixelSource(1)}), rewards_of({"c": PixelSource(2)})
+    check_judge(judge, reward)
+    check_judge(None, reward)
+    with pytest.raises(ConfigError, match="--judge 'b' is a part of the reward"):
+        check_judge(rewards_of({"b": PixelSource()}), reward)
+
+
+def test_a_server_is_asked_like_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[Any, ...]] = []
+
+    class Server:
+        def __init__(self, *given: Any, **times: Any) -> None:
+            built.append((*given, times))
+
+        def check_aspects(self, preserve: Any, target: Any) -> None:
+            raise TPIPSError("the server refuses these aspects")
+
+        def __call__(self, edits: Any, sources: Any, preserve: Any, target: Any) -> RewardOutput:
+            assert preserve == [["background", "lighting"]] * 2 and target == [["color"]] * 2
+            return RewardOutput(torch.tensor([1.0, 2.0]), [{"preserve": {"background": 0.9}}] * 2, {"preserve": torch.ones(2)})
+
+    monkeypatch.setattr(module, "RemoteReward", Server)
+    name, edits = "remote:http://host:8000", images(2)
+    alone = build_rewards(f"{name}[reward=tpips:edit,timeout=5]=0.5", _settings(), "cpu")
+    out = alone(edits, edits, _prompts())
+    assert built == [(name, "tpips:edit", {"timeout": 5.0})]
+    assert out.scores.tolist() == [0.5, 1.0] and "preserve" in out.terms
+    assert out.parts[f"{name}[reward=tpips:edit,timeout=5]"].tolist() == [1.0, 2.0]
+    with pytest.raises(TPIPSError, match="the server refuses these aspects"):
+        alone.check_aspects(["a"], [])
+    both = build_rewards(f"{OWN}:everything=2,{name}", _settings(), "cpu")(edits, edits, _prompts())
+    assert both.scores.tolist() == [5.0, 6.0] and both.terms.keys() == {f"preserve[{name}]"}
+    with pytest.raises(ConfigError, match="no option 'colour'"):
+        build_rewards(f"{name}[colour=red]", _settings(), "cpu")

@@ -1,0 +1,117 @@
+"""Launch configs, and frozen weights that two processes share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from rl_recipes import sharding
+from rl_recipes.config import ConfigError
+from rl_recipes.parsing import parse_arguments
+
+CONFIGS = Path(sharding.__file__).parent / "accelerate"
+EXPECTED = {
+    "one_gpu": DistributedType.NO,
+    "ddp": DistributedType.MULTI_GPU,
+    "fsdp2": DistributedType.FSDP,
+    "multi_node": DistributedType.MULTI_GPU,
+}
+
+
+def test_there_is_a_test_for_every_config() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_accelerate_takes_every_config(name: str) -> None:
+    path = str(CONFIGS / f"{name}.yaml")
+    config = load_config_from_file(path)  # refuses keys that it does not know
+    assert config.distributed_type == EXPECTED[name] and config.mixed_precision == "bf16"
+    args = launch_command_parser().parse_args(["--config_file", path, "rl_recipes/grpo_edit.py"])
+    args, _, _ = _validate_launch_command(args)
+    assert args.num_processes == yaml.safe_load(Path(path).read_text())["num_processes"]
+    assert args.use_fsdp == (name == "fsdp2") and args.multi_gpu == (name in ("ddp", "multi_node"))
+    if name == "fsdp2":
+        environment = prepare_multi_gpu_env(args)
+        assert environment["ACCELERATE_USE_FSDP"] == "true" and environment["FSDP_VERSION"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("launch", "flags", "message"),
+    [
+        ({"distributed_type": DistributedType.DEEPSPEED}, [], "do not run with DeepSpeed"),
+        ({"is_fsdp2": False}, [], "must be of version 2"),
+        ({}, ["--train", "full"], "--train full has none"),
+        ({}, ["--data", __file__], "give --samples_per_batch 1"),
+    ],
+)
+def test_launches_that_sharded_weights_cannot_serve(launch: dict[str, Any], flags: list[str], message: str) -> None:
+    accelerator: Any = SimpleNamespace(**{"distributed_type": DistributedType.FSDP, "is_fsdp2": True, **launch})
+    with pytest.raises(ConfigError, match=message):
+        sharding.check(parse_arguments(flags), accelerator)
+    sharding.check(parse_arguments(["--samples_per_batch", "1", "--data", __file__]), SimpleNamespace(
+        distributed_type=DistributedType.FSDP, is_fsdp2=True))  # type: ignore[arg-type]  # fmt: skip
+
+
+TWO_PROCESSES = """
+import copy, sys
+from types import SimpleNamespace
+sys.path.insert(0, {tests!r})
+import torch
+import torch.distributed as dist
+from tiny_editors import generators, images, tiny_editor, train_a_little
+from rl_recipes.sharding import shard, shared_bytes
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+editor = tiny_editor()
+editor.add_lora(4, 8, generator=torch.Generator().manual_seed(0))
+train_a_little(editor, 0.05)
+conditions = editor.encode(images(2)[rank:rank + 1], ["make it red"])  # each process has a sample of its own
+latents = editor.noise(conditions, generators(2)[rank:rank + 1])
+
+def measured():
+    for p in editor.lora_parameters():
+        p.grad = None
+    velocity = editor.velocity(latents, 0.6, conditions)
+    velocity.square().mean().backward()
+    with torch.no_grad(), editor.disable_lora():
+        reference = editor.velocity(latents, 0.6, conditions)
+    return [velocity.detach(), reference, *(torch.zeros(1) if p.grad is None else p.grad.clone() for p in editor.lora_parameters())]
+
+before, whole = measured(), shared_bytes(editor.transformer)
+shard(editor.transformer, SimpleNamespace(device=torch.device("cpu"), num_processes=2))
+for _ in range(2):
+    for a, b in zip(before, measured(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+assert (before[0] - before[1]).abs().max() > 1e-4
+lora = sum(p.nbytes for p in editor.lora_parameters())
+share = (shared_bytes(editor.transformer) - lora) / (whole - lora)
+assert 0.45 < share < 0.6, share
+print("share", round(share, 3))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_frozen_weights_and_compute_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES.format(tests=str(Path(__file__).parent)))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("share") == 2
