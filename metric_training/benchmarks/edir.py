@@ -100,7 +100,7 @@ def measure(judge: Judge, loaded: Loaded, settings: Settings) -> dict[str, Any]:
     content: Content = loaded.content
     if settings.query not in QUERIES:
         raise TPIPSError(f"The query {settings.query!r} is unknown; choose one of {', '.join(QUERIES)} (--query).")
-    rank = _by_text if settings.query == "text" else _by_aspects
+    rank = _by_text if settings.query == "text" else by_aspects
     found: dict[str, list[float]] = {}
     for scores, query in zip(rank(scorer, content, settings), content.queries, strict=True):
         relevant = np.zeros(len(scores), bool)
@@ -140,7 +140,7 @@ def _by_text(scorer: PairwiseJudge, content: Content, settings: Settings) -> Ite
     bar.close()
 
 
-def _by_aspects(scorer: PairwiseJudge, content: Content, settings: Settings) -> Iterator[np.ndarray]:
+def by_aspects(scorer: PairwiseJudge, content: Content, settings: Settings) -> Iterator[np.ndarray]:
     """(C,) scores for each query, minus infinity outside its shortlist."""
     if not scorer.has_embedding:
         raise TPIPSError(

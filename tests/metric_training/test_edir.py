@@ -79,7 +79,7 @@ def test_the_authors_layout_and_a_composition_of_aspects(folder: Path) -> None:
 def test_a_composition_weighs_what_stays_against_what_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = edir.load(folder, Settings()).content
     proposal = edir.propose(TEXTS["q1"], "color")
-    (scores, *_) = list(edir._by_aspects(bright(), content, Settings()))
+    (scores, *_) = list(edir.by_aspects(bright(), content, Settings()))
     image = content.queries[0].image.load()
     for place, source in enumerate(content.corpus):
         similar = bright().similarities(
@@ -89,7 +89,7 @@ def test_a_composition_weighs_what_stays_against_what_changes(folder: Path, monk
         changed = float(similar[len(proposal.preserve) :].mean())
         assert scores[place] == pytest.approx(kept - changed, abs=1e-6)
     monkeypatch.setattr(edir, "SHORTLIST", 2)
-    (short, *_) = list(edir._by_aspects(bright(), content, Settings()))
+    (short, *_) = list(edir.by_aspects(bright(), content, Settings()))
     assert np.isfinite(short).sum() == 2 and np.isfinite(short[0])  # the right image is the nearest overall
 
 

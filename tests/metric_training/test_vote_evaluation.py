@@ -269,7 +269,7 @@ def test_untrained_is_the_backbone_where_a_checkpoint_has_adapters(kind: str) ->
 
 
 def test_unknown_metrics_are_named_with_the_baselines() -> None:
-    with pytest.raises(TPIPSError, match="pixel_l2, ssim, lpips, dreamsim and untrained:SOURCE"):
+    with pytest.raises(TPIPSError, match="pixel_l2, ssim, lpips, dreamsim, untrained:SOURCE"):
         load_judge("psnr")
 
 

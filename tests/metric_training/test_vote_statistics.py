@@ -109,7 +109,7 @@ def test_all_figures_of_a_metric() -> None:
 
 def results() -> dict[str, Any]:
     data = {"name": "set", "task": "odd_one_out", **describe_examples(examples())}
-    data |= {"dropped": {"ties": 3}, "problems": [[4, "bad"]], "undecodable": []}
+    data |= {"dropped": {"ties": 3}, "problems": [[4, "bad"]], "undecodable": [], "unanswered": {"judge": 2}}
     rows = {"ours|late": SIMILARITIES, "constant": np.zeros((4, 3))}
     return {"data": data, "metrics": {name: figures(values, examples(), draws=50) for name, values in rows.items()}}
 
