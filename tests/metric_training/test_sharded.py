@@ -80,7 +80,7 @@ def test_sharded_weights_make_the_same_step(tmp_path: Path) -> None:
     expected = one_step(config, shard=False)
     port = 20000 + (os.getpid() + 7) % 20000
     path = str(tmp_path / "state.pt")
-    torch.multiprocessing.start_processes(work, (config, port, path), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(work, (config, port, path), nprocs=2, start_method="spawn")
     found = torch.load(path, weights_only=True)
     assert found["trained"].keys() == expected["trained"].keys() and asdict(config)["use_peft"]
     for name, value in expected["trained"].items():

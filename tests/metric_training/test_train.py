@@ -175,7 +175,7 @@ def test_two_processes_are_one_with_the_same_global_batch(start: str, tmp_path: 
     train.main(tiny(start, tmp_path / "one", per_device_train_batch_size=2, **settings))
     config = tiny(start, tmp_path / "two", per_device_train_batch_size=1, **settings)
     port = 20000 + os.getpid() % 20000
-    torch.multiprocessing.start_processes(_train_as, (config, port), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(_train_as, (config, port), nprocs=2, start_method="spawn")
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), abs=1e-5)
     assert one["best"] == pytest.approx(two["best"], abs=1e-6)
