@@ -119,7 +119,7 @@ def test_the_table_has_every_metric_beside_consensus_and_chance() -> None:
     assert "| ours\\|late | 0.325 | 0.138 | 0.250 to 0.400 | 0.290 | 25.0 % |" in lines
     assert "| *consensus* | 0.615 | 0.129 | | | 25.0 % |" in lines and "| *chance* | 0.333 | | | | |" in lines
     assert "| pose | 0.367 | 0.333 | 0.673 | 3 |" in lines and "| b | 0.250 | 0.333 | 0.750 | 2 |" in lines
-    assert lines[-1] == "Left out: 3 ties, 1 problems in rows."
+    assert lines[-1] == "Left out: 3 ties, 1 problems in rows, 2 examples that judge did not answer."
 
 
 def test_the_curve_is_written_as_csv_and_png(tmp_path: Path) -> None:
