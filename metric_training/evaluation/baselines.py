@@ -76,7 +76,7 @@ def vlm_judge(
 
     Args:
         source: "vlm-score:" (pairwise, 0 to 10) or "vlm-triplet:" (all three images), then a Hub id, a folder, or
-            "http://HOST:PORT/v1#MODEL"; the environment's OPENAI_API_KEY is the endpoint's key.
+            "http://HOST:PORT/v1#MODEL"; the endpoint's key is the environment's TPIPS_API_KEY.
         device, dtype, revision: of a model on this machine.
 
     Raises:

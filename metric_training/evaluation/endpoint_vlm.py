@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 import threading
 import time
@@ -29,8 +28,8 @@ from torchvision.transforms.functional import to_pil_image
 
 from metric_training.evaluation.vlm import SCORES, Question
 from tpips_reward import TPIPSError
+from tpips_reward.aspects.endpoint import OPENER, api_key
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 #: So many failed requests one after the other, and none that worked, are no coincidence.
 _GIVE_UP_AFTER = 8
@@ -52,7 +51,8 @@ class EndpointVLM:
     Args:
         url: of the API, such as "http://localhost:8000/v1".
         model: as the server calls it.
-        key: sent as a bearer token; default: the environment's OPENAI_API_KEY. Never printed.
+        key: sent as a bearer token; default: the environment's TPIPS_API_KEY, or its OPENAI_API_KEY over https. Never
+            printed.
         timeout: seconds for one request.
         retries: further tries of a request that fails for a passing reason.
         workers: requests at the same time.
@@ -77,7 +77,7 @@ class EndpointVLM:
             raise TPIPSError(f"The endpoint {url!r} with the model {model!r} is none; write http://HOST:PORT/v1#MODEL.")
         self.url, self.model = url.rstrip("/") + "/chat/completions", model
         self.timeout, self.retries, self.workers, self._sleep = timeout, retries, workers, sleep
-        self._key = os.environ.get(KEY_VARIABLE) if key is None else key
+        self._key = api_key(url) if key is None else key
         self._options: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "logprobs": True, "top_logprobs": 20}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class EndpointVLM:
     def _post(self, body: Mapping[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+        with OPENER.open(request, timeout=self.timeout) as response:
             return json.loads(response.read().decode())
 
     def _drop_option(self, said: str, sent: Mapping[str, Any]) -> bool:

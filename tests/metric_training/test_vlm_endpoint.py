@@ -20,6 +20,7 @@ from metric_training.evaluation.baselines import load_judge
 from metric_training.evaluation.endpoint_vlm import EndpointVLM, from_logprobs, parse_answer
 from metric_training.evaluation.vlm import SCORES, Question
 from tpips_reward import TPIPSError
+from tpips_reward.aspects.endpoint import api_key
 
 SIDES = ("left", "middle", "right")
 
@@ -185,7 +186,8 @@ def test_a_server_that_is_down_stops_the_run(serve: Callable[..., Server]) -> No
 
 
 def test_judges_by_address(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
+    monkeypatch.setenv("OPENAI_API_KEY", "for https alone")
+    monkeypatch.setenv("TPIPS_API_KEY", "from the environment")
     server = serve(reply("8"))
     judge = load_judge(f"vlm-score:{server.url}#owner/model")
     scores = judge.similarities([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)], [(0, 1, "pose")])  # type: ignore[attr-defined]
@@ -227,3 +229,17 @@ def test_scores_in_texts(text: str, score: int | None) -> None:
 )
 def test_sides_in_texts(text: str, side: int | None) -> None:
     assert parse_answer(text, SIDES) == side
+
+
+def test_a_key_for_other_programs_never_travels_unencrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TPIPS_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert api_key("http://localhost:8000/v1") is None and api_key("https://api.example/v1") == "secret"
+
+
+def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
+    target = serve((200, {}, {}))
+    vlm, _ = client(serve((307, {}, {"Location": f"{target.url}/chat/completions"})))
+    with pytest.raises(TPIPSError, match="status 307"):
+        vlm.answer([question()])
+    assert target.requests == []

@@ -49,7 +49,7 @@ class Endpoint:
             raise TPIPSError(f"The endpoint {url} needs the name of a model; write endpoint:MODEL@URL.")
         self.url, self.model = url.rstrip("/") + "/chat/completions", model.strip()
         self.timeout, self.attempts, self.wait = timeout, attempts, wait
-        self.key = os.environ.get(KEY_NAMES[0]) or (os.environ.get(KEY_NAMES[1]) if parts.scheme == "https" else None)
+        self.key = api_key(url)
 
     def ask(self, question: str, image: Image | None) -> str:
         """The answer to a question about an image, which is sent as a JPEG.
@@ -78,7 +78,7 @@ class Endpoint:
             if attempt:
                 self.wait(2.0 ** (attempt - 1))
             try:
-                with _OPENER.open(request, timeout=self.timeout) as response:
+                with OPENER.open(request, timeout=self.timeout) as response:
                     answer: bytes = response.read(_MAX_ANSWER + 1)
                 if len(answer) > _MAX_ANSWER:
                     raise TPIPSError(f"{self.url} answered more than {_MAX_ANSWER:,} bytes; check the address.")
@@ -102,7 +102,14 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(_NoRedirects)
+#: Opens requests to an endpoint; follows no redirect.
+OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+def api_key(url: str) -> str | None:
+    """The key that the environment has for an address: TPIPS_API_KEY, or OPENAI_API_KEY where it would be encrypted."""
+    encrypted = urllib.parse.urlsplit(url).scheme == "https"
+    return os.environ.get(KEY_NAMES[0]) or (os.environ.get(KEY_NAMES[1]) if encrypted else None)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
