@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
@@ -235,8 +235,14 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 def peak_memory(options: argparse.Namespace) -> int:
     if options.device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_rss()
     return torch.cuda.max_memory_allocated()
+
+
+def peak_rss() -> int:
+    """Bytes that this process has had in memory at most; `ru_maxrss` would count what its parent had too."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def loading(options: argparse.Namespace) -> dict[str, Any]:
@@ -310,7 +316,7 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
 def resident() -> int:
     """Bytes that this process holds now."""
     pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
-    return int(pages) * resource.getpagesize()
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check(difference: float, dtype: torch.dtype) -> None:
