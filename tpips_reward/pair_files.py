@@ -179,7 +179,7 @@ def _raise(problems: list[str], count: int, where: str) -> None:
         return
     more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
     listed = " ".join(problems[:_LISTED]) + more
-    raise TPIPSError(f"{where} has {len(problems)} faults in {count} rows: {listed}" if where else listed)
+    raise TPIPSError(f"{where} has {len(problems)} fault{'s' if len(problems) > 1 else ''} in {count} rows: {listed}" if where else listed)
 
 
 def _at(place: str, make: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ class StopSignal:
         first: what happens before the job ends, for the line that a signal prints.
     """
 
-    def __init__(self, alone: bool = True, first: str = "a checkpoint is written first") -> None:
+    def __init__(self, alone: bool = True, first: str = "what is done is kept") -> None:
         self._alone = alone
         self._line = f"\nStopping: {first}; once more stops at once.\n".encode()
         self._signalled = False
