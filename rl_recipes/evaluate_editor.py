@@ -98,6 +98,11 @@ def _render(
     stop: StopSignal,
 ) -> Dataset:
     dataset = None if args.data is None else read_manifest(args.data, needs_outputs=False)
+    if dataset is not None and dataset.models:
+        raise TPIPSError(
+            f"{args.data} already has outputs (of {', '.join(dataset.models)}), which this command would not score: take them "
+            "out to render edits, or score them with tpips-reward evaluate."
+        )
     defaults = editor_defaults(args.editor)
     sampling = rendering.Sampling(
         steps=_first(args.steps, defaults.get("eval_inference_steps"), 8),

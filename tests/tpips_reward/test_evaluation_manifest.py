@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -274,3 +275,16 @@ def test_a_turned_photograph_has_its_turned_size(tmp_path):
     Image.new("RGB", (20, 30)).save(tmp_path / "b.png")
     manifest = write_lines(tmp_path / "x.jsonl", [{"source": "a.jpg", "outputs": {"m": "b.png"}}])
     assert check_images(read_manifest(manifest)).problems == ()
+
+
+def test_one_file_under_two_spellings_is_one_file(tmp_path):
+    for name in ("s.png", "a.png"):
+        Image.new("RGB", (32, 32), (200, 30, 40) if name == "a.png" else (10, 20, 30)).save(tmp_path / name)
+    rows = [
+        {"key": "1", "source": "s.png", "outputs": {"m": f"../{tmp_path.name}/s.png"}},
+        {"key": "2", "source": "s.png", "outputs": {"m": "a.png"}},
+        {"key": "3", "source": "s.png", "outputs": {"m": str(tmp_path / "a.png")}},
+    ]
+    (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [p.detail for p in read_manifest(tmp_path / "edits.jsonl").problems if p.kind == "shared_file"]
+    assert len(found) == 2 and "is the source and the output of m" in found[0] and "2 (m), 3 (m)" in found[1]

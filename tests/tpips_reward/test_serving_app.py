@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,3 +370,15 @@ def test_animations_and_turned_photographs(client):
     for content in (buffer.getvalue(), frames.getvalue()):
         body["images"][1] = base64.b64encode(content).decode()
         assert client.post("/score", json=body).json()["results"][0]["score"] == pytest.approx(expected_scores(1)[0])
+
+
+def test_a_small_body_of_many_values_is_refused_before_it_is_looked_at(monkeypatch):
+    with served(limits=Limits(items=2)) as client:
+        crowd = {**request_of(1), "images": [""] * 7}
+        assert_error(client.post("/score", json=crowd), 413, "too_large", "7 images")
+        parser = SimpleNamespace(loads=lambda *_, **__: pytest.fail("it was parsed"))
+        monkeypatch.setattr("tpips_reward.serving.wire.json", parser)
+        for path, name in (("/score", "items"), ("/score", "requests"), ("/compute", "image")):
+            body = b'{"%s":[' % name.encode() + b"{}," * 5000 + b"{}]}"
+            response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert_error(response, 413, "too_large", "values")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.image_files import ImageRef
+from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 
 #: Names of the controls start with this, so no model's may.
 CONTROL_PREFIX = "control: "
@@ -177,18 +178,28 @@ def unique_rows(rows: Sequence[tuple[str, Row]]) -> tuple[list[Row], list[Proble
     return kept, problems
 
 
+def _identity(ref: ImageRef) -> str:
+    """One text for all the ways to write a file's path."""
+    return os.path.realpath(ref.path) if isinstance(ref, ImageFile) else ref.label
+
+
 def shared_files(rows: Sequence[Row]) -> list[Problem]:
     """Outputs that serve several rows or models, and outputs that are their own source."""
     users: dict[str, list[tuple[str, str]]] = {}
     problems = []
+    same: dict[str, str] = {}
     for row in rows:
+        source = _identity(row.source)
         for model, ref in row.outputs.items():
-            users.setdefault(ref.label, []).append((row.key, model))
-            if ref.label == row.source.label:
+            identity = _identity(ref)
+            same.setdefault(identity, ref.label)
+            users.setdefault(identity, []).append((row.key, model))
+            if identity == source:
                 detail = f"{ref.label} is the source and the output of {model}; it is scored as a copy."
                 problems.append(Problem("shared_file", detail, row.key, model, left_out=False))
-    for label, cells in users.items():
+    for identity, cells in users.items():
         if len(cells) > 1:
+            label = same[identity]
             names = ", ".join(f"{key} ({model})" for key, model in cells[:4]) + (" …" if len(cells) > 4 else "")
             detail = f"{label} is the output of {len(cells)}: {names}."
             problems.append(Problem("shared_file", detail, *cells[0], left_out=False))

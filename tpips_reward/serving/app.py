@@ -181,7 +181,7 @@ class _Service:
 
     def parse_any_score(self, body: bytes, files: list[bytes] | None) -> Wanted:
         """`POST /score`: UniRL's body has `requests`, ours `items`."""
-        content = read_json(body)
+        content = read_json(body, self.limits.items)
         if isinstance(content, dict) and "requests" in content:
             if files is not None:
                 raise bad_json("A body with `requests` is plain JSON.")
@@ -192,7 +192,7 @@ class _Service:
         """`POST /compute`."""
         if files is not None:
             raise bad_json("/compute takes JSON with base64 images.")
-        return parse_compute(read_json(body), self.reward, self.limits.items)
+        return parse_compute(read_json(body, self.limits.items), self.reward, self.limits.items)
 
 
 def _sizes(wanted: Wanted, limit: int) -> list[int | RequestError]:

@@ -48,12 +48,27 @@ class ScoreRequest(BaseModel):
     items: list[ScoreItem]
 
 
-def read_json(text: bytes) -> Any:
+#: Commas that one item may need: its fields and aspects, and texts such as a prompt or metadata.
+COMMAS_AN_ITEM = 16 * MAX_ASPECTS
+#: Images that one item may name: edit, source and target image.
+IMAGES_AN_ITEM = 3
+
+
+def read_json(text: bytes, limit: int) -> Any:
     """JSON; NaN and a depth that would exhaust the parser are refused.
 
+    Every value but the first of its list or object has a comma before it, and base64 has none: counting them bounds what
+    a small body can become in memory, before it is parsed.
+
+    Args:
+        limit: items of one request.
+
     Raises:
-        RequestError: 400.
+        RequestError: 400; 413 for more values than so many items can need.
     """
+    most = COMMAS_AN_ITEM * limit
+    if text.count(b",") > most:
+        raise too_large(f"The body has more than {most} values; this server takes {limit} items at one time.")
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
@@ -151,6 +166,11 @@ def parse_score(content: Any, files: Sequence[bytes] | None, default_reward: str
     Raises:
         RequestError: what makes the whole request meaningless. A bad item or image is kept as its own error.
     """
+    for name, most in (("items", limit), ("images", IMAGES_AN_ITEM * limit)):
+        # before each entry is looked at: a million empty texts fit into a few megabytes
+        entries = content.get(name) if isinstance(content, dict) else None
+        if isinstance(entries, list) and len(entries) > most:
+            raise too_large(f"The request has {len(entries)} {name}; this server takes {most} at one time: send it in parts.")
     request = checked(ScoreRequest, content)
     check_count(len(request.items), limit)
     reward = check_reward(request.reward) if request.reward is not None else default_reward
