@@ -28,17 +28,17 @@ def drifted(edit: Edit) -> Scene:
     return replace(edit.ideal, background_color=color)  # type: ignore[arg-type]
 
 
-def write_edits(folder: Path, count: int = 12, seed: int = 0) -> Path:
+def write_edits(folder: Path, count: int = 12, seed: int = 0, size: int = SIZE) -> Path:
     """A manifest with the editors good (the ideal), drifting, and destroying (another scene); all edits of colors."""
     rng = np.random.default_rng(seed)
     lines = []
     for index in range(count):
         edit = sample_edit(rng, "test", "color")
         key = f"{index:03d}"
-        save(edit.source, folder / f"in/{key}.png")
-        save(edit.ideal, folder / f"good/{key}.png")
-        save(drifted(edit), folder / f"drifting/{key}.png")
-        save(sample_scene(rng), folder / f"destroying/{key}.png")
+        save(edit.source, folder / f"in/{key}.png", size)
+        save(edit.ideal, folder / f"good/{key}.png", size)
+        save(drifted(edit), folder / f"drifting/{key}.png", size)
+        save(sample_scene(rng), folder / f"destroying/{key}.png", size)
         outputs = {name: f"{name}/{key}.png" for name in ("drifting", "good", "destroying")}
         lines.append(
             {
