@@ -12,6 +12,7 @@ group does.
 from __future__ import annotations
 
 import argparse
+import base64
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,10 +37,13 @@ from PIL import Image
 
 from tpips_reward import RemoteReward, RewardOutput, TPIPSReward
 from tpips_reward.adapters.core import EditScorer
+from tpips_reward.adapters.flow_factory import reward_model
 from tpips_reward.adapters.flow_grpo import score_function
+from tpips_reward.adapters.loss import LossAdapter
 from tpips_reward.adapters.trl import TRLReward
 from tpips_reward.adapters.verl import compute_score_function
 from tpips_reward.scenes import render, sample_edit, with_drift
+from tpips_reward.serving.foreign import parse_compute, parse_history
 
 GROUP = 4
 TOLERANCE = 1e-4
@@ -264,6 +269,22 @@ def hang_up(address: str) -> str | None:
     return None
 
 
+class _Pointwise:
+    """Flow-Factory's base class, as far as a call needs it."""
+
+    device = torch.device("cpu")
+
+
+class _Free(TPIPSReward):
+    """A reward that costs nothing."""
+
+    def __init__(self, answer: RewardOutput) -> None:
+        self.metric, self.answer = None, answer  # type: ignore[assignment]
+
+    def __call__(self, *_: Any, **__: Any) -> RewardOutput:
+        return self.answer
+
+
 def adapters(options: argparse.Namespace) -> None:
     """Milliseconds that an adapter adds to a batch, with a reward that costs nothing."""
     count = options.batch
@@ -279,12 +300,33 @@ def adapters(options: argparse.Namespace) -> None:
     columns = {"image": images, "preserve": [["background"]] * count, "target": [["car color"]] * count}
     verl = compute_score_function(reward)
     info = {**rows[0], "source_img": image}
+    flow_factory = reward_model(_Pointwise, SimpleNamespace)
+    model = flow_factory.__new__(flow_factory)  # its constructor would load a metric
+    model.scorer = EditScorer(reward)
+    loss, pixels = LossAdapter(_Free(answer)), [torch.zeros(3, 64, 64)] * count
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    picture = base64.b64encode(file.getvalue()).decode()
+    named = {"preserve": ["background"], "target": ["car color"]}
+    turns = [{"image_b64": picture}, {"image_b64": picture, "text": prompts[0]}]
+    sample = {"history": turns, "required_rewards": ["tpips:preserve"], "metadata": named}
+    body = {"prompt": prompts, "image": [picture] * count, "condition_images": [[picture]] * count,
+            "kwargs": {"metadata": [named] * count}}  # fmt: skip
+
+    def without_gradient() -> None:
+        with torch.no_grad():
+            loss(pixels, pixels, prompts, rows)
+
     calls = {
         "core": lambda: EditScorer(reward)(images, images, prompts, rows),
         "core, aspects proposed": lambda: EditScorer(reward)(images, images, prompts),
         "trl": lambda: TRLReward(reward)(prompts, images, **columns),
         "flow_grpo, paco_rl": lambda: score_function(reward)(images, prompts, rows),
         "verl": lambda: [verl(image, prompts[0], info) for _ in range(count)],
+        "flow_factory": lambda: model(prompts, images, [[image]] * count, [json.dumps(named)] * count),
+        "loss": without_gradient,
+        "flow_factory, a body of /compute": lambda: parse_compute(body, "tpips:preserve", 256),
+        "unirl, a body of /score": lambda: parse_history({"requests": [sample] * count}, 256),
     }
     for name, call in calls.items():
         call()
