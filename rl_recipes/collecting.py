@@ -20,7 +20,7 @@ from rl_recipes.prompts import Prompt, PromptSource
 from rl_recipes.rewards import Rewards
 from rl_recipes.rollout import Trajectory, rollout
 from rl_recipes.runs import DivergedError, RunError, RunFolder
-from rl_recipes.seeds import NOISE, generator
+from rl_recipes.seeds import NOISE, START, generator
 from tpips_reward.rewards import RewardOutput
 
 T = TypeVar("T")
@@ -135,9 +135,20 @@ def fitted_source(editor: Editor, prompt: Prompt) -> Tensor:
     return editor.fit(editor.main_image(prompt.image)).to(editor.device)
 
 
-def edit_generators(job: Job, drawn: Sequence[Draw], number: int, stream: int = NOISE) -> list[torch.Generator]:
-    """A generator for each edit of an iteration, the same whatever the process or batch."""
-    return [generator(job.args.run.seed, stream, number, item.group, item.sample) for item in drawn]
+def edit_generators(
+    job: Job, drawn: Sequence[Draw], number: int, stream: int = NOISE, *, antithetic: bool = False
+) -> list[torch.Generator]:
+    """A generator for each edit of an iteration, the same whatever the process or batch; of one stream for two neighbours
+    of a group that are ``antithetic``."""
+    samples = [item.sample // 2 if antithetic else item.sample for item in drawn]
+    seed = job.args.run.seed
+    return [generator(seed, stream, number, item.group, n) for item, n in zip(drawn, samples, strict=True)]
+
+
+def group_generators(job: Job, drawn: Sequence[Draw], number: int) -> list[torch.Generator]:
+    """For each edit of an iteration the generator of its group: one object for all edits of a group."""
+    made = {item.group: generator(job.args.run.seed, START, number, item.group) for item in drawn}
+    return [made[item.group] for item in drawn]
 
 
 def collect(
@@ -148,11 +159,15 @@ def collect(
     sde_steps: Sequence[int] = (),
     eta: float = 0.0,
     kind: str = "flow_sde",
+    same_noise: bool = False,
+    antithetic: bool = False,
 ) -> Batch:
     """Samples the edits of a batch and scores them; each distinct prompt is encoded once.
 
     Args:
         sde_steps, eta, kind: of the stochastic steps, see `rollout`.
+        same_noise: the edits of a group start from the same noise.
+        antithetic: every second edit of a group takes the stochastic steps' noise of the one before it, negated.
 
     Raises:
         RunError: when the reward fails or is not finite; the batch is kept in ``failed_batch`` then.
@@ -167,12 +182,14 @@ def collect(
         trajectory = rollout(
             job.editor,
             conditions,
-            edit_generators(job, drawn, step.number),
+            edit_generators(job, drawn, step.number, antithetic=antithetic),
             num_steps=job.args.run.num_inference_steps,
             sde_steps=sde_steps,
             eta=eta,
             kind=kind,
             guidance_scale=job.args.editor.guidance_scale,
+            starts=group_generators(job, drawn, step.number) if same_noise else None,
+            mirrored=[antithetic and item.sample % 2 == 1 for item in drawn],
         )
     job.stop.check()
     where = batch_name(drawn, step)

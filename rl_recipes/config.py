@@ -173,6 +173,13 @@ class PolicyArguments:
     eta: float = _setting(0.7, "Noise level of the stochastic steps.")
     sde_kind: Literal["flow_sde", "dance", "cps"] = _setting("flow_sde", "Rule of the stochastic steps.")
 
+    same_noise: bool = _setting(
+        True, "The edits of a group start from the same noise, and share the work until the first stochastic step."
+    )
+    antithetic: bool = _setting(
+        True, "Every second edit of a group takes the stochastic noise of the one before it, negated."
+    )
+
     num_iterations: int = _setting(1, "Passes over each rollout.")
     update_each_step: bool = _setting(False, "An optimizer step after each trained denoising step, not one for all.")
     epsilon: float = _setting(1e-4, "PPO clip of the likelihood ratio.")

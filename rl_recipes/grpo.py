@@ -47,7 +47,13 @@ def draw_train_steps(iteration: int, args: Arguments) -> list[int]:
 def sample(job: Job, drawn: Sequence[Sequence[Draw]], step: Iteration) -> list[Batch]:
     """The scored edits of an iteration, a batch for each of ``drawn``, with the steps that the update replays."""
     a, noisy = job.args.algorithm, stochastic_steps(step.number, job.args)
-    return [collect(job, part, step, sde_steps=noisy, eta=a.eta, kind=a.sde_kind) for part in drawn]
+    return [
+        collect(
+            job, part, step,
+            sde_steps=noisy, eta=a.eta, kind=a.sde_kind, same_noise=a.same_noise, antithetic=a.antithetic,
+        )
+        for part in drawn
+    ]  # fmt: skip
 
 
 def assign_group_advantages(batches: Sequence[Batch], job: Job) -> None:
@@ -164,4 +170,5 @@ def _part(trajectory: Trajectory, rows: list[int]) -> Trajectory:
         means=trajectory.means[:, rows],
         log_probs=trajectory.log_probs[:, rows],
         final=trajectory.final[rows],
+        alike=None,
     )

@@ -31,6 +31,7 @@ class Trajectory:
         log_probs: (K, B) of `next_latents` under the policy that sampled.
         final: (B, T, C) clean latents, for `editor.decode`.
         eta, kind, guidance_scale: the options of the sampler, which replay reuses.
+        alike: for each sample the row of the first one that shares its start, or None where each has its own.
     """
 
     conditions: Conditions
@@ -44,6 +45,7 @@ class Trajectory:
     eta: float
     kind: str
     guidance_scale: float
+    alike: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.conditions)
@@ -60,6 +62,8 @@ def rollout(
     eta: float = 0.7,
     kind: str = "flow_sde",
     guidance_scale: float = 1.0,
+    starts: Sequence[torch.Generator] | None = None,
+    mirrored: Sequence[bool] | None = None,
 ) -> Trajectory:
     """Sample one edit for each of the B conditions.
 
@@ -69,6 +73,9 @@ def rollout(
         num_steps: steps of the schedule.
         sde_steps: which of them are stochastic (0 is the first); none gives the pipeline's deterministic sampler.
         eta, kind: noise strength and rule of stochastic steps, see `rl_recipes.algorithms.sde`.
+        starts: generators of the initial noise in place of those, one for each sample; samples of equal conditions may
+            share one, and then the editor is asked once for all of them until the first stochastic step has parted them.
+        mirrored: whose noise of the stochastic steps is taken with a minus sign.
 
     Raises:
         TPIPSError: steps out of range or repeated, or options that the SDE or the editor refuses.
@@ -79,7 +86,12 @@ def rollout(
             f"Stochastic steps need a positive eta, but it is {eta}; leave sde_steps empty to sample without."
         )
     sigmas = tuple(editor.sigmas(num_steps, conditions).tolist())
-    latents = editor.noise(conditions, generators)
+    if starts is None:
+        alike, latents = None, editor.noise(conditions, generators)
+    else:
+        alike, latents = _start_alike(editor, conditions, starts)
+    signs = latents.new_tensor([-1.0 if minus else 1.0 for minus in mirrored or [False] * len(conditions)])
+    together = alike
     stored, before, after, means, log_probs = [], [], [], [], []
     for index in range(num_steps):
         stochastic = index in chosen
@@ -92,7 +104,8 @@ def rollout(
             eta=eta if stochastic else 0.0,
             kind=kind,
             guidance_scale=guidance_scale,
-            noise=_noise_like(latents, generators) if stochastic else None,
+            noise=_noise_like(latents, generators) * signs[:, None, None] if stochastic else None,
+            alike=together,
         )
         if result.log_prob is not None:
             stored.append(index)
@@ -100,6 +113,7 @@ def rollout(
             after.append(result.sample)
             means.append(result.mean)
             log_probs.append(result.log_prob)
+            together = None
         latents = result.sample
     empty = latents.new_empty((0, *latents.shape))
     return Trajectory(
@@ -114,6 +128,7 @@ def rollout(
         eta=eta,
         kind=kind,
         guidance_scale=guidance_scale,
+        alike=alike,
     )
 
 
@@ -147,6 +162,7 @@ def replay(editor: Editor, trajectory: Trajectory, k: int) -> sde.StepResult:
         kind=trajectory.kind,
         guidance_scale=trajectory.guidance_scale,
         sample=trajectory.next_latents[k],
+        alike=trajectory.alike if k == 0 else None,
     )
 
 
@@ -162,8 +178,13 @@ def _step(
     guidance_scale: float,
     noise: Tensor | None = None,
     sample: Tensor | None = None,
+    alike: Sequence[int] | None = None,
 ) -> sde.StepResult:
-    velocity = editor.velocity(latents, sigmas[index], conditions, guidance_scale)
+    if alike is None:
+        velocity = editor.velocity(latents, sigmas[index], conditions, guidance_scale)
+    else:
+        first, place = _distinct(alike)
+        velocity = editor.velocity(latents[first], sigmas[index], conditions.index(first), guidance_scale)[place]
     return sde.step(
         velocity,
         latents,
@@ -175,6 +196,22 @@ def _step(
         noise=noise,
         sample=sample,
     )
+
+
+def _start_alike(
+    editor: Editor, conditions: Conditions, starts: Sequence[torch.Generator]
+) -> tuple[tuple[int, ...], Tensor]:
+    """For each sample the first one with its start, and the initial noise of all."""
+    rows: dict[int, int] = {}
+    alike = tuple(rows.setdefault(id(start), row) for row, start in enumerate(starts))
+    first, place = _distinct(alike)
+    return alike, editor.noise(conditions.index(first), [starts[row] for row in first])[place]
+
+
+def _distinct(alike: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The rows that stand for others, ascending, and for each sample the position of its own among them."""
+    first = sorted(set(alike))
+    return first, [first.index(row) for row in alike]
 
 
 def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> tuple[int, ...]:

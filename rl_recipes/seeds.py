@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 #: What a stream of random numbers is for: the second key of its generator, after the seed.
-NOISE, WINDOW, EVALUATION, ADAPTER, FORWARD = range(5)
+NOISE, WINDOW, EVALUATION, ADAPTER, FORWARD, START = range(6)
 
 
 def generator(*keys: int) -> torch.Generator:

@@ -115,13 +115,26 @@ def test_guard_begins_at_ratio_one_and_weighs_late_steps(tmp_path: Any) -> None:
     assert not all(torch.allclose(a, b) for a, b in zip(guarded, plain, strict=True))
 
 
-def test_no_two_samples_share_noise_and_a_group_shares_its_source(tmp_path: Any) -> None:
-    (batch,) = _collect(job_of(_args(), tiny_editor(), tmp_path))
+def test_no_two_samples_of_separate_noise_share_it_and_a_group_shares_its_source(tmp_path: Any) -> None:
+    (batch,) = _collect(job_of(_args(same_noise=False, antithetic=False), tiny_editor(), tmp_path))
     flat = batch.trajectory.latents[0].flatten(1)
     assert torch.unique(flat, dim=0).shape[0] == 8
     assert batch.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert batch.sources[0] is batch.sources[1] and batch.sources[1] is not batch.sources[2]
     assert [p.key for p in batch.prompts[::2]] == [p.key for p in batch.prompts[1::2]]
+
+
+@pytest.mark.parametrize("antithetic", [True, False])
+def test_a_group_starts_from_one_noise_and_its_pairs_part_in_opposite_directions(tmp_path: Any, antithetic: bool) -> None:
+    args = _args(prompts_per_iteration=2, num_generations=4, antithetic=antithetic)
+    (batch,) = _collect(job_of(args, tiny_editor(), tmp_path))
+    t = batch.trajectory
+    assert [batch.groups[row] for row in t.alike or ()] == batch.groups.tolist()
+    assert torch.unique(t.latents[0].flatten(1), dim=0).shape[0] == 2
+    drawn = (t.next_latents - t.means).flatten(2)
+    opposite = torch.allclose(drawn[:, ::2], -drawn[:, 1::2], atol=1e-5)
+    assert opposite == antithetic
+    assert not torch.allclose(drawn[:, 0], drawn[:, 2], atol=0.1), "two pairs have noise of their own"
 
 
 def test_an_iteration_in_parts_gives_the_gradient_of_the_whole(tmp_path: Any) -> None:

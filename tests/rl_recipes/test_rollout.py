@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_editors import generators, images, tiny_editor
@@ -84,6 +86,67 @@ def test_a_sample_depends_on_its_own_generator_alone(editor, conditions):
     again = rollout(editor, conditions, others, num_steps=4, sde_steps=[0, 2], eta=0.7)
     assert torch.equal(again.final[2], trajectory.final[2])
     assert not torch.equal(again.final[1], trajectory.final[1])
+
+
+def _alike(editor, conditions, **options):
+    """Each prompt's two samples, which follow one another in `conditions`, start alike."""
+    starts = [g for g in generators(3, seed=7) for _ in range(2)]
+    return _sample(editor, conditions, starts=starts, **options)
+
+
+def test_samples_that_start_alike_share_the_steps_before_the_first_stochastic_one(editor, conditions, monkeypatch):
+    asked = []
+    velocity = type(editor).velocity
+
+    def counted(self, latents, *others):
+        asked.append(len(latents))
+        return velocity(self, latents, *others)
+
+    monkeypatch.setattr(type(editor), "velocity", counted)
+    trajectory = _alike(editor, conditions, sde_steps=[1, 2])
+    assert asked == [3, 3, 6, 6]
+    replay(editor, trajectory, 0)
+    replay(editor, trajectory, 1)
+    assert asked[4:] == [3, 6]
+    assert torch.equal(trajectory.latents[0, ::2], trajectory.latents[0, 1::2])
+    assert (trajectory.final[::2] - trajectory.final[1::2]).abs().mean() > 0.05
+    without = _alike(editor, conditions, sde_steps=[])
+    assert torch.equal(without.final[::2], without.final[1::2])
+
+
+@pytest.mark.parametrize("kind", ["flow_sde", "dance", "cps"])
+def test_the_first_ratio_of_samples_that_start_alike_is_exactly_one(editor, conditions, kind):
+    trajectory = _alike(editor, conditions, kind=kind)
+    for k in range(2):
+        assert torch.equal(replay(editor, trajectory, k).log_prob.detach(), trajectory.log_probs[k])
+
+
+def test_shared_work_has_the_gradient_of_separate_work(editor, conditions):
+    trajectory = _alike(editor, conditions)
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3, -1.5])
+    parameters = editor.lora_parameters()
+
+    def gradient(of):
+        loss = (replay(editor, of, 0).log_prob * advantages).sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+
+    shared, separate = gradient(trajectory), gradient(replace(trajectory, alike=None))
+    scale = max(float(g.abs().max()) for g in separate)
+    assert scale > 1e-4
+    for one, other in zip(shared, separate, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 * scale, rtol=1e-4)
+
+
+def test_mirrored_samples_take_the_noise_negated(editor, conditions):
+    noise = [g for seed in (0, 1, 2) for g in (generators(1, seed=seed) + generators(1, seed=seed))]
+    starts = [g for g in generators(3, seed=7) for _ in range(2)]
+    options = {"num_steps": 4, "sde_steps": [0, 2], "eta": 0.7, "starts": starts}
+    trajectory = rollout(editor, conditions, noise, mirrored=[False, True] * 3, **options)
+    drawn = trajectory.next_latents - trajectory.means
+    torch.testing.assert_close(drawn[:, ::2], -drawn[:, 1::2], atol=1e-6, rtol=1e-5)
+    assert drawn.std() > 0.1
+    plain = rollout(editor, conditions, [g.manual_seed(n // 2) for n, g in enumerate(noise)], **options)
+    assert torch.equal(plain.final[::2], plain.final[1::2])
 
 
 def test_what_is_stored_fits_together(editor, conditions):
