@@ -12,6 +12,8 @@ from tpips_reward.errors import TPIPSError
 
 #: Minutes that the built-in job may take when nothing else is said: it must end within ten on two cores.
 BUILTIN_MINUTES = 9.5
+#: Decay of the moving average of a LoRA's weights that GRPO hands out.
+LORA_EMA_DECAY = 0.95
 #: Settings that may differ between a run and its continuation; any other would make it another run.
 RESUMABLE = frozenset(
     {
@@ -119,8 +121,10 @@ class RunArguments:
     adam_beta2: float = _setting(0.999, "Second momentum of AdamW.")
     max_grad_norm: float = _setting(1.0, "Gradients are clipped to this norm.")
 
-    ema_decay: float = _setting(
-        0.0, "Moving average of the trained weights, which is evaluated and saved in their place; 0: none."
+    ema_decay: float | None = _setting(
+        None,
+        "Moving average of the trained weights, which is evaluated and saved in their place; 0: none; left out: "
+        f"{LORA_EMA_DECAY} for a LoRA that GRPO trains, none otherwise.",
     )
 
     max_steps: int = _setting(80, "Iterations.")
@@ -231,6 +235,8 @@ class GRPOArguments(PolicyArguments, GroupAdvantageArguments):
     least_generations: ClassVar[int] = 2
     #: Defaults of this recipe for settings that all share.
     shared: ClassVar[dict[str, Any]] = {}
+    # The noise of a few hundred edits moves the weights to and fro from one iteration to the next; their average stands.
+    lora_ema_decay: ClassVar[float] = LORA_EMA_DECAY
 
 
 @dataclass
@@ -239,6 +245,7 @@ class DDPOArguments(PolicyArguments):
 
     recipe: ClassVar[str] = "ddpo_edit"
     least_generations: ClassVar[int] = 1
+    lora_ema_decay: ClassVar[float] = 0.0
     # A few prompts that come again, since their earlier rewards are what an edit is compared with.
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/ddpo_edit", "train_prompts": 48}
 
@@ -262,6 +269,7 @@ class NFTArguments(GroupAdvantageArguments):
 
     recipe: ClassVar[str] = "nft_edit"
     least_generations: ClassVar[int] = 2
+    lora_ema_decay: ClassVar[float] = 0.0
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/nft_edit"}
 
     nft_beta: float = _setting(1.0, "Strength of the implicit guidance; smaller is stronger.")
@@ -289,6 +297,7 @@ class BackpropArguments:
 
     recipe: ClassVar[str] = "backprop_edit"
     least_generations: ClassVar[int] = 1
+    lora_ema_decay: ClassVar[float] = 0.0
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/backprop_edit", "num_generations": 1}
 
     backprop: Literal["draft", "alignprop", "refl"] = _setting(
@@ -325,6 +334,12 @@ class Arguments:
     def to_dict(self) -> dict[str, Any]:
         """All settings in one flat dict, as ``--config`` reads them."""
         return {**asdict(self.editor), **asdict(self.reward), **asdict(self.run), **asdict(self.algorithm)}
+
+    def ema_decay(self) -> float:
+        """Decay of the moving average of the trained weights; 0 for none, as where a copy of all weights is not asked for."""
+        if self.run.ema_decay is not None:
+            return self.run.ema_decay
+        return self.algorithm.lora_ema_decay if self.editor.train == "lora" else 0.0
 
     def time_limit(self) -> float:
         """Seconds that the whole run may take; infinite when there is no limit."""

@@ -204,7 +204,7 @@ def _check_ranges(args: Arguments) -> None:
         if name in values and not 0 < values[name] < float("inf"):
             raise ConfigError(f"{name} must be a number above 0, not {values[name]!r}.")
     for name in _SHARES:
-        if name in values and not 0 <= values[name] < 1:
+        if values.get(name) is not None and not 0 <= values[name] < 1:
             raise ConfigError(f"{name} must be at least 0 and below 1, not {values[name]!r}.")
     if not float("-inf") < run.saturated_at < float("inf"):
         raise ConfigError(f"saturated_at must be a number, not {run.saturated_at!r}.")

@@ -54,7 +54,7 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
     prompts, held_out, num_held_out = building.build_prompts(args, editor, reward)
     stop = StopSignal(alone=accelerator.num_processes == 1)
     display = Display(args.run.max_steps, enabled=accelerator.is_main_process)
-    average = ShadowWeights(editor.lora_parameters()) if args.run.ema_decay else None
+    average = ShadowWeights(editor.lora_parameters()) if args.ema_decay() else None
     job = Job(args, accelerator, folder, editor, optimizer, reward, stop, average)
     session = Session(job, prompts, held_out, num_held_out, judge, clock, display)
     with folder, stop, display:

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_recipes.config import ALGORITHMS, BUILTIN_MINUTES, ConfigError, NFTArguments
+from rl_recipes.config import (
+    ALGORITHMS,
+    BUILTIN_MINUTES,
+    LORA_EMA_DECAY,
+    Algorithm,
+    ConfigError,
+    GRPOArguments,
+    NFTArguments,
+)
 from rl_recipes.parsing import PRESETS, parse_arguments
 
 
@@ -136,3 +144,19 @@ def test_a_run_of_another_recipe_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parse_arguments([]).to_dict()))
     with pytest.raises(ConfigError, match=r"of another recipe .* which nft_edit\.py cannot resume"):
         parse_arguments(["--resume", "--output_dir", str(tmp_path)], NFTArguments)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "decay"),
+    [
+        (GRPOArguments, [], LORA_EMA_DECAY),
+        (GRPOArguments, ["--ema_decay", "0"], 0.0),
+        (GRPOArguments, ["--train", "full"], 0.0),
+        (GRPOArguments, ["--train", "full", "--ema_decay", "0.9"], 0.9),
+        (NFTArguments, [], 0.0),
+    ],
+)
+def test_grpo_hands_out_the_average_of_an_adapter_unless_told_otherwise(
+    recipe: type[Algorithm], flags: list[str], decay: float
+) -> None:
+    assert parse_arguments(flags, recipe).ema_decay() == decay
