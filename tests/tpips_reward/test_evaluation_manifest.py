@@ -160,6 +160,7 @@ def test_a_model_with_half_the_outputs(manifest):
         ({"outputs": {"control: noise": "good/001.png"}}, "bad_row"),
         ({"key": ""}, "bad_row"),
         ({"key": "../001"}, "bad_row"),
+        ({"key": "1\ud800"}, "bad_row"),
         ({"source": None}, "bad_row"),
         ({"instruction": 7}, "bad_row"),
         ({"key": "000"}, "doubled_key"),

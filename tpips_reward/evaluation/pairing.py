@@ -157,11 +157,13 @@ def check_key(key: object) -> str:
     """A key as text.
 
     Raises:
-        TPIPSError: it is no text or whole number, empty, or leads out of the folder of results.
+        TPIPSError: it is no text or whole number, empty, no Unicode, or leads out of the folder of results.
     """
     if isinstance(key, bool) or not isinstance(key, str | int) or not str(key).strip():
         raise TPIPSError(f"The key is {key!r}; give a short text or a number.")
     text = str(key).strip()
+    if text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
+        raise TPIPSError(f"The key {text!r} holds half a character; give a short text or a number.")
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
         raise TPIPSError(
