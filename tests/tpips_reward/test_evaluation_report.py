@@ -451,7 +451,7 @@ def browser(tmp_path_factory):
 
 
 def test_the_page_in_a_browser(browser, manifest, tmp_path):
-    run(manifest, tmp_path / "report")
+    report = run(manifest, tmp_path / "report")
     browser.get((tmp_path / "report/report.html").as_uri())
 
     def paper() -> str:
@@ -488,6 +488,15 @@ def test_the_page_in_a_browser(browser, manifest, tmp_path):
     assert [row[:3] for row in shown] == [["aspect to keep: similarity", "background", "drifting − good"]]
     assert [row[2] for row in choose(2, "")] == ["drifting − good", "drifting − destroying", "good − destroying"]
     assert len(choose(0, "")) == 24 and find('[data-shown="difference-table"]')[0].text == "24 of 24"
+
+    scores = {row["key"]: row["outputs"]["drifting"]["overall"] for row in report["rows"]}
+    keys = {"example-" + key.encode().hex(): key for key in scores}
+    orders = {}
+    for value in ("1 -1", "1 1", ""):  # the second best model is "drifting"
+        find(f'select[data-order="example-list"] option[value="{value}"]')[0].click()
+        orders[value] = [keys[item.get_attribute("id")] for item in find("details.example")]
+    assert orders["1 1"] == orders["1 -1"][::-1] == sorted(orders[""], key=lambda key: scores[key])
+    assert orders[""] == sorted(orders[""]) != orders["1 1"]
 
     example = find("details.example")[0]
     picture = example.find_element("css selector", "img")

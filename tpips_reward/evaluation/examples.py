@@ -53,7 +53,7 @@ def choose(report: dict[str, Any], count: int) -> tuple[list[Example], int]:
         ranked = sorted(
             (value, position, row)
             for position, row in enumerate(report["rows"])
-            if (value := _value(row["outputs"].get(model))) is not None
+            if (value := score_of(row["outputs"].get(model))) is not None
         )
         half = min(count, (len(ranked) + 1) // 2)
         for reason, chosen in (("worst", ranked[:half]), ("best", ranked[max(half, len(ranked) - half) :][::-1])):
@@ -114,7 +114,8 @@ def _picture(ref: ImageRef) -> str | None:
         return None
 
 
-def _value(output: dict[str, Any] | None) -> float | None:
+def score_of(output: dict[str, Any] | None) -> float | None:
+    """What an output of report.json is ranked by: its overall score, or preservation where it has none."""
     if output is None:
         return None
     return output["overall"] if output["overall"] is not None else output["preservation"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tpips_reward.evaluation.examples import Example
+from tpips_reward.evaluation.examples import Example, score_of
 from tpips_reward.evaluation.html import Cell, esc, fill, histogram, interval, number, search_field, table, text
 from tpips_reward.evaluation.measures import MEASURES
 
@@ -38,7 +38,7 @@ def render_page(report: dict[str, Any], examples: Sequence[Example], count: int)
         "categories": _categories(report),
         "aspects": _aspects(report),
         "distributions": _distributions(report),
-        "examples": _examples(examples, count),
+        "examples": _examples(report, examples, count),
         "rows": _rows(report, {example.row["key"] for example in examples}),
         "problems": _problems(report),
         "settings": _settings(report),
@@ -281,16 +281,25 @@ def _distributions(report: dict[str, Any]) -> str:
     return f'<div class="scroll"><table class="plots">{content}</table></div>'
 
 
-def _examples(examples: Sequence[Example], count: int) -> str:
+def _examples(report: dict[str, Any], examples: Sequence[Example], count: int) -> str:
     if not examples:
         return "<p>No examples were asked for.</p>"
-    blocks = "\n".join(_example(example) for example in examples)
+    models = [model["model"] for model in _columns(report) if not model["control"]]
+    orders = "".join(
+        f'<option value="{index} {sign}">{esc(model)}, {word} first</option>'
+        for index, model in enumerate(models)
+        for sign, word in ((-1, "best"), (1, "worst"))
+    )
+    order = f'<label>Order <select data-order="example-list"><option value="">as in the data</option>{orders}</select></label> '
+    blocks = "\n".join(_example(example, models, place) for place, example in enumerate(examples))
     intro = f"<p>The {count} best and worst of each model.</p>"
-    return f'{intro}{search_field("example-list")}<div id="example-list">{blocks}</div>'
+    return f'{intro}{search_field("example-list", order)}<div id="example-list">{blocks}</div>'
 
 
-def _example(example: Example) -> str:
+def _example(example: Example, models: Sequence[str], place: int) -> str:
     row = example.row
+    ranks = [score_of(row["outputs"].get(model)) for model in models]
+    keys = " ".join("-" if score is None else f"{score!r}" for score in ranks)
     tags = "".join(f'<span class="tag">{esc(reason)}</span>' for reason in example.reasons)
     marks = {role: "*" if role in row["proposed"] else "" for role in ("preserve", "target")}
     figures = [_figure("source", example.pictures.get("source"), "")]
@@ -306,7 +315,7 @@ def _example(example: Example) -> str:
         figures.append(_figure(model, example.pictures.get(f"output {model}"), f"<dl>{scores}</dl>"))
     about = f'<b>{esc(row["key"])}</b> {esc(row["instruction"])} <span class="tag">{esc(row["category"])}</span>{tags}'
     return (
-        f'<details class="example" id="{example_id(row["key"])}"><summary>{about}</summary>'
+        f'<details class="example" data-place="{place}" data-scores="{keys}" id="{example_id(row["key"])}"><summary>{about}</summary>'
         f'<div class="figures">{"".join(figures)}</div></details>'
     )
 
