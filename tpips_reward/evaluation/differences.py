@@ -118,26 +118,27 @@ def _family(
         tested, listed: sources that a pair must share to be in the family, and to be there at all.
     """
     pairs = list(combinations(range(len(models)), 2))
-    chosen: list[tuple[_Part, np.ndarray]] = []
+    if not pairs:
+        return []
+    chosen: list[tuple[str, np.ndarray, np.ndarray]] = []
     tests = 0
     for part in sorted(parts, key=lambda part: (-int((~np.isnan(part.values)).any(axis=1).sum()), part.name)):
-        gaps = np.stack([part.values[:, a] - part.values[:, b] for a, b in pairs], axis=1) if pairs else np.empty((0, 0))
-        sources = [len(np.unique(part.clusters[~np.isnan(column)])) for column in gaps.T]
+        gaps = np.stack([part.values[:, a] - part.values[:, b] for a, b in pairs], axis=1)
+        known = ~np.isnan(gaps).all(axis=1)  # an aspect is in few of the rows
+        gaps, clusters = gaps[known], part.clusters[known]
+        sources = [len(np.unique(clusters[~np.isnan(column)])) for column in gaps.T]
         tests += sum(count >= tested for count in sources)
-        if max(sources, default=0) >= listed:
-            chosen.append((part, gaps))
+        if max(sources) >= listed:
+            chosen.append((part.name, gaps, clusters))
     flips = min(_MOST_FLIPS, max(how.resamples, _FLIPS_A_TEST * tests))
     rows: list[dict[str, Any]] = []
-    for part, gaps in chosen:
-        rng = np.random.default_rng(how.seed)  # the same flips whatever else there is
-        known = ~np.isnan(gaps).all(axis=1)
-        present, index = np.unique(part.clusters[known], return_inverse=True)
-        found = compare(
-            gaps[known], index, weights[:, present], sign_flips(rng, len(present), flips), margin, how.level
-        )
+    for name, gaps, clusters in chosen:
+        present, index = np.unique(clusters, return_inverse=True)
+        signs = sign_flips(np.random.default_rng(how.seed), len(present), flips)  # whatever other parts there are
+        found = compare(gaps, index, weights[:, present], signs, margin, how.level)
         for (a, b), comparison in zip(pairs, found, strict=True):
             if comparison is not None and comparison.sources >= listed:
-                rows.append({"name": part.name, "first": models[a], "second": models[b], **asdict(comparison)})
+                rows.append({"name": name, "first": models[a], "second": models[b], **asdict(comparison)})
     in_family = [row["p"] if row["sources"] >= tested else None for row in rows]
     for row, adjusted in zip(rows, holm(in_family), strict=True):
         row["p_holm"] = adjusted
