@@ -4,8 +4,8 @@
     accelerate launch rl_recipes/evaluate_editor.py --editor Qwen/Qwen-Image-Edit-2511 --metric released:late
         --lora runs/a/adapter --lora late=runs/b/adapter --data edits.jsonl
 
-One column for the editor as it is, "base", and one for each adapter; every checkpoint edits the same sources from the
-same noise. The report is that of `tpips-reward evaluate` (docs/evaluation.md).
+One column for the editor as it is, "base", one for each adapter, and one for each run with --train full (--full); every
+checkpoint edits the same sources from the same noise. The report is that of `tpips-reward evaluate` (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TPIPSError: for whatever the user can mend.
     """
-    checkpoints = rendering.find_checkpoints(args.lora)
+    checkpoints = rendering.find_checkpoints(args.lora, args.full)
     settings = Settings(examples=args.examples, strict=args.strict)
     parse_proposer(args.proposer)  # a typo must not cost the rendering
     accelerator = Accelerator(
@@ -211,6 +211,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--editor", default="builtin", help="'builtin', a Hub id such as Qwen/Qwen-Image-Edit-2511, or a folder")
     add("--lora", action="append", default=[], metavar="PATH", help="an adapter, or NAME=PATH; may be repeated")
+    add("--full", action="append", default=[], metavar="PATH",
+        help="all weights, of a run with --train full, or NAME=PATH; may be repeated")  # fmt: skip
     add("--data", type=Path, help="edits, a manifest of `tpips-reward evaluate` without outputs (default: procedural)")
     add("--count", type=int, default=64, help="procedural edits (default: 64)")
     add("--data_seed", type=int, default=20_000, help="of the procedural edits; those of the recipes' evaluation")

@@ -33,7 +33,7 @@ def to_tensors(
         images: see the module's docstring.
         value_range: lowest and highest value of float images. Integer images have their dtype's own range.
         alpha: "white" composites transparent images on white, "drop" ignores the alpha channel.
-        name: what an error calls the argument.
+        name: what an error calls the argument, or the image where it is only one.
 
     Raises:
         TPIPSError: an unknown type, shape or dtype; no images; NaN or infinite values; values more than 1e-3 of the
@@ -49,7 +49,7 @@ def to_tensors(
     results = []
     for index, item in enumerate(items):
         if id(item) not in converted:
-            label = f"{name}[{index}]"
+            label = name if is_single(images) else f"{name}[{index}]"
             pixels = _planes(item, label)
             converted[id(item)] = _rgb(_scaled(pixels, lowest, highest, label), alpha)
         results.append(converted[id(item)])
@@ -97,7 +97,7 @@ def _path_hint(item: Any) -> str:
 def _planes(item: Any, label: str) -> Tensor:
     """Any single image -> (C, H, W) tensor of its own dtype, C in 1...4, size checked."""
     if isinstance(item, Image.Image):
-        _check_size(item.height, item.width, label)
+        check_size(item.height, item.width, label)
         item = _pil_array(item, label)
     if isinstance(item, np.ndarray):
         if item.dtype.kind not in "buif":
@@ -118,11 +118,17 @@ def _planes(item: Any, label: str) -> Tensor:
             f"{label} is a tensor of shape {tuple(item.shape)}; tensors are (C, H, W) with 1 to 4 channels "
             "(permute(2, 0, 1) turns (H, W, C) into that)."
         )
-    _check_size(pixels.shape[1], pixels.shape[2], label)
+    check_size(pixels.shape[1], pixels.shape[2], label)
     return pixels
 
 
-def _check_size(height: int, width: int, label: str) -> None:
+def check_size(height: int, width: int, label: str) -> None:
+    """Refuses a size that no metric takes.
+
+    Raises:
+        TPIPSError: no pixels, more than 100 million, or a side more than 200 times the other; it names image, size, limit
+            and remedy.
+    """
     if height < 1 or width < 1:
         raise TPIPSError(f"{label} is empty: {width}x{height} pixels.")
     if height * width > MAX_PIXELS:

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from metric_training.evaluation.endpoint_vlm import EndpointVLM
+from metric_training.evaluation.endpoint_vlm import OPTIONS, EndpointVLM
 from metric_training.evaluation.judges import Judge, PairwiseJudge, blind_judge, embedding_judge, metric_judge
 from metric_training.evaluation.local_vlm import load_local_vlm
 from metric_training.evaluation.vlm import ChoiceJudge, Respondent, score_judge
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.backbone import Backbone
+from tpips_reward.chat import ChatClient
 
 UNTRAINED = "untrained:"
 #: Vision-language models: a Hub id or folder follows, or an endpoint and its model, "http://HOST:PORT/v1#MODEL".
@@ -88,7 +89,9 @@ def vlm_judge(
     respondent: Respondent
     if where.startswith(("http://", "https://")):
         url, _, model = where.partition("#")
-        respondent = EndpointVLM(url, model)
+        if not model.strip():
+            raise TPIPSError(f"{source!r} names no model behind the endpoint; write {kind}:http://HOST:PORT/v1#MODEL.")
+        respondent = EndpointVLM(ChatClient(url, model, options=OPTIONS, attempts=6))
     else:
         respondent = load_local_vlm(where, device=device, dtype=dtype, revision=revision)
     return score_judge(source, respondent) if f"{kind}:" == VLM_SCORE else ChoiceJudge(source, respondent)

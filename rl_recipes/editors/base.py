@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rl_recipes.editors import attention, lora
 from rl_recipes.editors.conditions import Conditions, Size
 from rl_recipes.editors.errors import EditorError
-from rl_recipes.editors.full import FullWeights
+from rl_recipes.editors.full import FullWeights, load_weights
 from tpips_reward.prompts import is_text
 
 __all__ = ["Conditions", "Editor", "EditorError", "Images", "Size", "group_by_size"]
@@ -73,6 +73,7 @@ class Editor(ABC):
                 if any(p.is_floating_point() and p.dtype != dtype for p in part.parameters()):
                     part.to(dtype)
         self._full: FullWeights | None = None
+        self.has_own_weights = True  # False after load_all
         self.attention_backend = attention_backend
         if attention_backend is not None:
             attention.set_backend(self.transformer, attention_backend, self.device, dtype)
@@ -176,6 +177,15 @@ class Editor(ABC):
         """
         self._full = FullWeights(self.transformer)
         return self._full.parameters()
+
+    def load_all(self, folder: Path) -> None:
+        """Put what `save_lora` wrote after `train_all`, a folder `transformer`, in the place of the transformer's weights.
+
+        Raises:
+            EditorError: they cannot be read, or are not those of this transformer.
+        """
+        load_weights(self.transformer, folder)
+        self.has_own_weights = False
 
     def lora_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, in the order of the transformer's modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rl_recipes.editors import lora
@@ -17,6 +19,9 @@ from rl_recipes.editors.errors import EditorError
 from tpips_reward.files import make_readable
 
 FOLDER = "transformer"
+#: What `save_pretrained` writes: one file, or shards and what lists them.
+_FILE = "diffusion_pytorch_model.safetensors"
+_INDEX = f"{_FILE}.index.json"
 
 
 class FullWeights:
@@ -66,3 +71,53 @@ class FullWeights:
                 make_readable(path)
                 os.replace(path, target / path.name)
         return target
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a saved transformer: one, or the shards that its index lists.
+
+    Raises:
+        EditorError: there are none, or the index cannot be read or lists a file that is not there.
+    """
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _FILE).is_file():
+            raise EditorError(f"{folder} holds no weights of a transformer: there is no {_FILE} in it.")
+        return [folder / _FILE]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / Path(name).name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EditorError(f"{index} cannot be read ({type(error).__name__}); save the weights again.") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise EditorError(f"{folder} lacks {', '.join(missing)}, which its index lists; copy the folder again.")
+    return files
+
+
+@torch.no_grad()
+def load_weights(transformer: nn.Module, folder: Path) -> None:
+    """Puts saved weights in the place of a transformer's own, in its dtype and on its device; one tensor at a time.
+
+    Raises:
+        EditorError: a file cannot be read, or names and shapes are not those of this transformer; then nothing is changed.
+    """
+    own = transformer.state_dict()
+    shapes: dict[str, list[int]] = {}
+    files = weight_files(folder)
+    try:
+        for file in files:
+            with safe_open(file, "pt") as content:
+                shapes |= {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118
+        wrong = [name for name in own if shapes.get(name) != list(own[name].shape)] + [name for name in shapes if name not in own]
+        if wrong:
+            raise EditorError(
+                f"The weights in {folder} do not fit this editor's transformer ({len(wrong)} of {len(own)} differ, the first "
+                f"is {wrong[0]}); give the weights of this editor."
+            )
+        for file in files:
+            with safe_open(file, "pt") as content:
+                for name in content.keys():  # noqa: SIM118
+                    own[name].copy_(content.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise EditorError(f"The weights in {folder} cannot be read ({error}); they must be safetensors files.") from error

@@ -171,12 +171,93 @@ def test_noise_goes_by_the_key(parts: tuple[Editor, Any, dict[str, Any]], tmp_pa
     assert len(part) == 2 and all(whole[name] == part[name] for name in part)
 
 
+@pytest.fixture(scope="module")
+def trained(editor_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Editor, Path]:
+    """An editor after a step with `--train full`, and its run as the recipes leave it."""
+    run = tmp_path_factory.mktemp("runs") / "tuned"
+    editor = load_editor(editor_folder, device="cpu", dtype="float32", resolution=32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in editor.train_all():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    editor.save_lora(run / "adapter")
+    return editor, run
+
+
+def test_all_weights_of_a_run_edit_as_the_trained_editor_does(
+    launch: Run, trained: tuple[Editor, Path], adapters: Path, parts: tuple[Editor, Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    editor, run = trained
+    assert launch("--count", 5, "--data_seed", 7, "--lora", adapters / "a", "--full", run) == 0
+    report = json.loads((tmp_path / "out/report/report.json").read_text())
+    assert {entry["model"] for entry in report["models"] if not entry["control"]} == {"base", "a", "tuned"}
+    # the trained editor itself, as it stood at the end of its training
+    _, dataset, sizes = parts
+    assert render((editor, dataset, sizes), tmp_path / "direct", rendering.Checkpoint("base"), 0, 1) == 5
+    rendered, direct = pixels(tmp_path / "out/edits"), pixels(tmp_path / "direct/edits")
+    names = sorted(direct)
+    assert len(names) == 5 and [rendered[name.replace("base/", "tuned/")] for name in names] == [direct[n] for n in names]
+    assert all(rendered[name] != direct[name] for name in names), "the editor as it is edits otherwise"
+    # and once more, from a copy whose weights lie in shards
+    shards = tmp_path / "other/transformer"
+    editor.transformer.save_pretrained(shards, max_shard_size="100KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    (checkpoint,) = rendering.find_checkpoints([], [str(tmp_path / "other")])[1:]
+    assert checkpoint.name == "other" and render(parts, tmp_path / "shards", checkpoint, 0, 1) == 5
+    again = pixels(tmp_path / "shards/edits")
+    assert [again[name.replace("base/", "other/")] for name in names] == [direct[name] for name in names]
+
+
+def test_weights_that_cannot_be_used(
+    trained: tuple[Editor, Path], adapters: Path, editor_folder: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run, file = trained[1], "diffusion_pytorch_model.safetensors"
+    for lora, weights, message in [
+        ([], ["nothing"], "--full nothing holds no weights of a run with --train full"),
+        ([], [str(adapters / "a")], "holds an adapter, which --lora takes"),
+        ([str(run)], [], "holds all weights of a transformer, which --full takes"),
+        ([f"tuned={adapters / 'a'}"], [str(run)], "--full .*'tuned' is there twice"),
+        ([], [f"base={run}"], "'base' is the editor as it is"),
+    ]:
+        with pytest.raises(TPIPSError, match=message):
+            rendering.find_checkpoints(lora, weights)
+    content = load_file(run / "adapter/transformer" / file)
+    name = next(iter(content))
+    editor = load_editor(editor_folder, device="cpu", resolution=32)
+    before = {key: value.clone() for key, value in editor.transformer.state_dict().items()}
+    for case, changed in (
+        ("less", {key: value for key, value in content.items() if key != name}),
+        ("more", {**content, "else": torch.zeros(2)}),
+        ("shape", {**content, name: torch.zeros(3, 5, 7)}),
+    ):
+        (tmp_path / case).mkdir()
+        save_file(changed, tmp_path / case / file)
+        (checkpoint,) = rendering.find_checkpoints([], [str(tmp_path / case)])[1:]
+        with pytest.raises(EditorError, match="do not fit this editor's transformer .1 of "):
+            rendering.apply_checkpoint(editor, checkpoint)
+        assert all(torch.equal(value, before[key]) for key, value in editor.transformer.state_dict().items())
+    (tmp_path / "less" / file).write_bytes((run / "adapter/transformer" / file).read_bytes()[:2000])
+    with pytest.raises(TPIPSError, match="cannot be read"):
+        rendering.find_checkpoints([], [str(tmp_path / "less")])
+    (tmp_path / "more" / f"{file}.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    with pytest.raises(EditorError, match="lacks gone.safetensors"):
+        rendering.find_checkpoints([], [str(tmp_path / "more")])
+
+    base, tuned = rendering.find_checkpoints([], [str(run)])
+    assert tuned.digest() != rendering.Checkpoint("x", weights=tmp_path / "shape").digest() != base.digest() == ""
+    rendering.apply_checkpoint(editor, tuned)
+    with pytest.raises(EditorError, match="were replaced before 'base'"):
+        rendering.apply_checkpoint(editor, base)
+
+
 def test_adapters_that_cannot_be_used(adapters: Path, editor_folder: Path, tmp_path: Path) -> None:
     file = adapters / "a/adapter/pytorch_lora_weights.safetensors"
     for given, message in [
         (["nothing"], "is no adapter"),
         ([str(adapters / "a"), str(adapters / "a/adapter")], "'a' is there twice"),
-        ([f"base={adapters / 'a'}"], "'base' is the editor without an adapter"),
+        ([f"base={adapters / 'a'}"], "'base' is the editor as it is"),
         ([f"x/y={adapters / 'a'}"], "cannot name a folder"),
         ([f"control: x={adapters / 'a'}"], "names its controls"),
     ]:

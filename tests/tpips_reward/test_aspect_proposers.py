@@ -5,21 +5,19 @@ from __future__ import annotations
 import base64
 import io
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chat_server import Server, reply, serving
 from evaluation_files import read_lines, write_edits, write_lines
 from fake_metrics import RegionMetric
 from PIL import Image
 
 import tpips_reward.cli
 from tpips_reward.aspects import ModelProposer, ProposalError, Request, RuleProposer, parse_proposer, propose
-from tpips_reward.aspects.endpoint import Endpoint
 from tpips_reward.aspects.proposers import parse_answer
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest
@@ -142,103 +140,24 @@ def test_a_model_that_is_not_there():
 # --- an endpoint
 
 
-class Server(HTTPServer):
-    """Answers chat completions with what `answers` says, each a status and a body; the last one again and again."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers: list[tuple[int, bytes]] = []
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        self.server.requests.append(
-            {"path": self.path, **json.loads(self.rfile.read(int(self.headers["Content-Length"])))}
-        )
-        self.server.headers.append(dict(self.headers))
-        status, body = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
-        self.send_response(status)
-        if status == 302:
-            self.send_header("Location", f"{self.server.url}/elsewhere")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def completion(text: object) -> bytes:
-    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     for name in ("TPIPS_API_KEY", "OPENAI_API_KEY", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with Server() as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
+    with serving() as start:
+        yield start
 
 
-def test_an_endpoint_is_asked_as_openai_asks(server, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "other")
-    server.answers = [(200, completion(GOOD))]
+def test_an_endpoint_proposes_from_image_and_instruction(serve):
+    server = serve(reply(GOOD))
     image = Image.new("RGB", (6, 4), (255, 0, 0))
     found = parse_proposer(f"endpoint:some/model@{server.url}")()(Request("make the car red", image=image))
     assert (found.target, found.by) == (TARGET, "endpoint:some/model")
-    (request,) = server.requests
-    assert request["path"] == "/v1/chat/completions" and request["model"] == "some/model"
+    ((_, request),) = server.requests
     picture, text = request["messages"][0]["content"]
-    assert "make the car red" in text["text"]
+    assert request["model"] == "some/model" and "make the car red" in text["text"]
     with Image.open(io.BytesIO(base64.b64decode(picture["image_url"]["url"].partition(",")[2]))) as sent:
         assert sent.size == (6, 4)
-    assert "Authorization" not in server.headers[0], "another program's key does not go over plain http"
-    monkeypatch.setenv("TPIPS_API_KEY", "mine")
-    Endpoint(server.url, "m").ask("x", None)
-    assert server.headers[1]["Authorization"] == "Bearer mine" and len(server.requests[1]["messages"][0]["content"]) == 1
-
-
-def test_a_busy_endpoint_is_asked_again(server):
-    waits: list[float] = []
-    server.answers = [(503, b"busy"), (429, b""), (200, completion("yes"))]
-    assert Endpoint(server.url, "m", wait=waits.append).ask("x", None) == "yes" and waits == [1.0, 2.0]
-    server.answers = [(500, b"broken")]
-    with pytest.raises(TPIPSError, match=r"did not answer in 2 attempts \(status 500, broken\)"):
-        Endpoint(server.url, "m", attempts=2, wait=waits.append).ask("x", None)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((401, b'{"error": "bad key"}'), "refused the request for 'm' .*bad key"),
-        ((302, b""), "status 302"),
-        ((200, b"<html>"), "no chat completion"),
-        ((200, completion(None)), "no chat completion"),
-        ((200, b"x" * 1_000_001), "more than 1,000,000 bytes"),
-    ],
-)
-def test_an_endpoint_that_answers_something_else(server, answer, message):
-    server.answers = [answer]
-    with pytest.raises(TPIPSError, match=message):
-        Endpoint(server.url, "m", wait=lambda seconds: None).ask("x", None)
-    assert len(server.requests) == 1
-
-
-def test_no_server():
-    with pytest.raises(TPIPSError, match="did not answer in 2 attempts"):
-        Endpoint("http://127.0.0.1:9/v1", "m", attempts=2, wait=lambda seconds: None).ask("x", None)
 
 
 # --- in an evaluation
@@ -315,14 +234,14 @@ def test_a_proposer_is_made_only_where_aspects_are_missing(tmp_path):
     propose_aspects(read_manifest(write_edits(tmp_path, 2)), None, make)
 
 
-def test_the_command_with_an_endpoint(server, bare, tmp_path, monkeypatch, capsys):
+def test_the_command_with_an_endpoint(serve, bare, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: RegionMetric())
-    server.answers = [(200, completion(GOOD))]
+    server = serve(reply(GOOD))
     flags = ["evaluate", str(bare), "--output", str(tmp_path / "r"), "--resamples", "200", "--proposer"]
     assert tpips_reward.cli.main([*flags, f"endpoint:m@{server.url}"]) == 0
     report = json.loads((tmp_path / "r/report.json").read_text())
     assert report["aspect_origins"] == {"endpoint:m": 6} and report["rows"][0]["target"] == list(TARGET)
-    server.answers = [(404, b"no such model")]
+    server.answers = [(404, b"no such model", {})]
     assert tpips_reward.cli.main([*flags, f"endpoint:n@{server.url}", "--overwrite"]) == 2
     err = capsys.readouterr().err
     assert "refused the request for 'n' (status 404, no such model)" in err and len(err.strip().splitlines()) == 1

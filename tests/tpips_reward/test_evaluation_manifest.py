@@ -160,6 +160,7 @@ def test_a_model_with_half_the_outputs(manifest):
         ({"outputs": {"control: noise": "good/001.png"}}, "bad_row"),
         ({"key": ""}, "bad_row"),
         ({"key": "../001"}, "bad_row"),
+        ({"key": "1\ud800"}, "bad_row"),
         ({"source": None}, "bad_row"),
         ({"instruction": 7}, "bad_row"),
         ({"key": "000"}, "doubled_key"),
@@ -221,6 +222,8 @@ def test_folders_need_keys_and_must_exist(tmp_path):
     manifest = folder_manifest(tmp_path)
     with pytest.raises(TPIPSError, match="of the model 'm' does not exist"):
         read_manifest(manifest, {"m": tmp_path / "nothing"})
+    with pytest.raises(TPIPSError, match="of the model 'm' is no folder"):
+        read_manifest(manifest, {"m": manifest})
     (tmp_path / "m").mkdir()
     write_lines(manifest, [{"source": "in.png"}])
     with pytest.raises(TPIPSError, match="names no outputs|no \"key\"") as error:
@@ -266,6 +269,51 @@ def test_sizes_and_unreadable_images_are_found_before_scoring(manifest):
     skipped = check_images(read_manifest(manifest), "skip")
     assert not any("good" in row.outputs for row in skipped.rows)
     assert sum(problem.left_out for problem in skipped.problems) == 4
+
+
+def test_an_image_that_no_metric_takes_is_said_once(manifest):
+    home = manifest.parent
+    Image.new("RGB", (3000, 2)).save(home / "good/000.png")
+    Image.new("RGB", (2, 3000)).save(home / "in/001.png")
+    dataset = check_images(read_manifest(manifest))
+    assert [(p.kind, p.key, p.left_out) for p in dataset.problems] == [
+        ("unreadable_output", "000", True), ("unreadable_source", "001", True)]  # fmt: skip
+    limit = "pixels: one side is more than 200 times the other; crop it."
+    assert dataset.problems[0].detail == f"{home / 'good/000.png'} has 3000x2 {limit}"
+    assert dataset.problems[1].detail == f"{home / 'in/001.png'} has 2x3000 {limit}"
+    assert [row.key for row in dataset.rows] == ["000", "002", "003"] and "good" not in dataset.rows[0].outputs
+
+
+def test_more_pixels_than_are_read_are_said_before_scoring(manifest, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
+    Image.new("RGB", (30, 25)).save(manifest.parent / "good/000.png")
+    (problem,) = check_images(read_manifest(manifest)).problems
+    assert problem.kind == "unreadable_output" and problem.detail.endswith("more pixels than the 600 that are read; make it smaller.")
+    monkeypatch.setattr("tpips_reward.images.MAX_PIXELS", 500)
+    assert {p.detail.partition(" has ")[2] for p in check_images(read_manifest(manifest)).problems if not p.model} == {
+        "24x24 pixels, over the limit of 0 million; make it smaller."}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["good", "in/..", "good/001.png"])
+def test_a_folder_in_place_of_an_image_is_called_one(manifest, name):
+    if name.endswith(".png"):
+        (manifest.parent / name).unlink()
+        (manifest.parent / name).mkdir()
+    lines = read_lines(manifest)
+    change(manifest, 1, outputs={**lines[1]["outputs"], "good": name})
+    change(manifest, 2, source=name)
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {"unreadable_output": 1, "unreadable_source": 1}
+    assert all(f"{manifest.parent / name} is a folder; name the image file" in p.detail for p in dataset.problems)
+    assert [row.key for row in dataset.rows] == ["000", "001", "003"] and "good" not in dataset.rows[1].outputs
+
+
+def test_what_is_no_file_in_a_folder_of_outputs(tmp_path):
+    manifest = folder_manifest(tmp_path, ("1", "2"))
+    (tmp_path / "m/1.png").mkdir(parents=True)
+    (tmp_path / "m/2.png").symlink_to(tmp_path / "gone.png")
+    details = [p.detail for p in read_manifest(manifest, {"m": tmp_path / "m"}).problems if p.kind == "unreadable_output"]
+    assert len(details) == 2 and "1.png is a folder" in details[0] and "2.png is a link to nothing" in details[1]
 
 
 def test_a_turned_photograph_has_its_turned_size(tmp_path):

@@ -133,7 +133,59 @@ def test_every_file_tells_the_same(manifest, tmp_path):
     assert mean == pytest.approx(good["overall"]["mean"])
     shown = f"{good['overall']['mean']:.3f} ({good['overall']['low']:.3f} to {good['overall']['high']:.3f})"
     assert "| good | 12 of 12 |" in (folder / "report.md").read_text() and shown in (folder / "report.md").read_text()
-    assert f"{good['overall']['mean']:.3f} [" in Page((folder / "report.html").read_text()).text
+    page = Page((folder / "report.html").read_text()).text
+    assert f"{good['overall']['mean']:.3f} [" in page
+    gaps = tables["differences.csv"]
+    assert len(gaps) == 9 + 3 * (2 * 3 + 2) and Counter(row["by"] for row in gaps) == {
+        "all": 9, "category": 18, "preserve": 3, "target": 3}  # fmt: skip
+    entry = next(e for e in report["differences"] if (e["by"], e["first"], e["second"]) == ("preserve", "drifting", "good"))
+    row = next(r for r in gaps if (r["by"], r["first"], r["second"]) == ("preserve", "drifting", "good"))
+    kept = {m: [r["outputs"][m]["preserve"]["background"] for r in report["rows"]] for m in ("drifting", "good")}
+    mean = sum(a - b for a, b in zip(kept["drifting"], kept["good"], strict=True)) / 12
+    assert float(row["difference_mean"]) == entry["difference"]["mean"] == pytest.approx(mean)
+    assert (row["name"], row["p_holm"], row["difference_count"]) == ("background", str(entry["p_holm"]), "12")
+    shown = f"{mean:.3f} ({entry['difference']['low']:.3f} to {entry['difference']['high']:.3f})"
+    assert f"| aspect to keep: similarity | background | drifting − good | {shown} |" in (folder / "report.md").read_text()
+    assert f"background drifting − good {mean:.3f} [" in page
+
+
+def test_the_markdown_has_aspects_and_examples(manifest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = run(Path("data/edits.jsonl"), Path("out/report"))
+    text = Path("out/report/report.md").read_text()
+    for role, aspect, title in (("preserve", "background", "## Aspects to keep"), ("target", "object color", "## Aspects to change")):
+        entry = next(e for e in report["aspects"] if e["role"] == role)
+        line = next(line for line in text.partition(title)[2].splitlines() if line.startswith(f"| {aspect} | 12 |"))
+        means = [f"{entry['cells'][model['model']]['mean']:.3f}" for model in report["models"]]
+        assert [cell.split(" ")[1] for cell in line.split("|")[3:-1]] == means
+    examples = text.partition("## Best and worst")[2]
+    for model in ("good", "drifting", "destroying"):
+        ranked = sorted(report["rows"], key=lambda row: row["outputs"][model]["overall"])
+        for reason, row in (("worst", ranked[0]), ("best", ranked[-1])):
+            head, _, rest = examples.partition(f"\n### {row['key']}: ")[2].partition("\n\n")
+            assert f"{reason} of {model}" in head and rest.startswith(row["instruction"] + "\n")
+            output = row["outputs"][model]
+            scores = [output[name] for name in ("overall", "change", "preservation")]
+            scores += [output["preserve"]["background"], output["target"]["object color"]]
+            cells = " | ".join(f"{score:.3f}" for score in scores)
+            assert f"| {model} | {cells} | ../../data/{model}/{row['key']}.png |" in rest.partition("\n### ")[0]
+            assert (tmp_path / f"out/report/../../data/{model}/{row['key']}.png").is_file()
+            assert f"Category {row['category']}, source ../../data/in/{row['key']}.png" in rest
+    assert "data:image" not in text
+    run(Path("data/edits.jsonl"), Path("none"), settings=Settings(resamples=300, examples=0))
+    assert "## Best and worst" not in Path("none/report.md").read_text()
+
+
+def test_names_that_utf8_cannot_hold_reach_every_file(manifest, tmp_path):
+    lines = read_lines(manifest)
+    odd = manifest.parent / os.fsdecode(b"good/odd\xff.png")
+    try:
+        shutil.copy(manifest.parent / "good/000.png", odd)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 alone")
+    lines[0]["outputs"]["good"] = os.fsdecode(b"good/odd\xff.png")
+    run(write_lines(manifest, lines), tmp_path / "report", settings=Settings(resamples=300, examples=12))
+    assert "data/good/odd?.png |" in (tmp_path / "report/report.md").read_text()
 
 
 # --- the page
@@ -399,7 +451,7 @@ def browser(tmp_path_factory):
 
 
 def test_the_page_in_a_browser(browser, manifest, tmp_path):
-    run(manifest, tmp_path / "report")
+    report = run(manifest, tmp_path / "report")
     browser.get((tmp_path / "report/report.html").as_uri())
 
     def paper() -> str:
@@ -424,6 +476,27 @@ def test_the_page_in_a_browser(browser, manifest, tmp_path):
     expected = sum("paint" in f"{line['category']} {line['instruction']}" for line in read_lines(manifest))
     assert sum(row.is_displayed() for row in find("#row-table tbody tr")) == expected < 12
     assert find('[data-shown="row-table"]')[0].text == f"{expected} of 36"
+
+    def choose(column: int, value: str) -> list[list[str]]:
+        find(f'select[data-choice="difference-table"][data-column="{column}"] option[value="{value}"]')[0].click()
+        rows = [row for row in find("#difference-table tbody tr") if row.is_displayed()]
+        return [[cell.text for cell in row.find_elements("css selector", "td")] for row in rows]
+
+    first = [row for row in find("#difference-table tbody tr") if row.is_displayed()]
+    assert len(first) == 2, "to begin with one measure in two categories, of one pair of models"
+    shown = choose(0, "aspect to keep: similarity")
+    assert [row[:3] for row in shown] == [["aspect to keep: similarity", "background", "drifting − good"]]
+    assert [row[2] for row in choose(2, "")] == ["drifting − good", "drifting − destroying", "good − destroying"]
+    assert len(choose(0, "")) == 24 and find('[data-shown="difference-table"]')[0].text == "24 of 24"
+
+    scores = {row["key"]: row["outputs"]["drifting"]["overall"] for row in report["rows"]}
+    keys = {"example-" + key.encode().hex(): key for key in scores}
+    orders = {}
+    for value in ("1 -1", "1 1", ""):  # the second best model is "drifting"
+        find(f'select[data-order="example-list"] option[value="{value}"]')[0].click()
+        orders[value] = [keys[item.get_attribute("id")] for item in find("details.example")]
+    assert orders["1 1"] == orders["1 -1"][::-1] == sorted(orders[""], key=lambda key: scores[key])
+    assert orders[""] == sorted(orders[""]) != orders["1 1"]
 
     example = find("details.example")[0]
     picture = example.find_element("css selector", "img")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from itertools import product
 
 import numpy as np
@@ -17,7 +18,7 @@ from tpips_reward.evaluation.statistics import (
     holm,
     kendall_tau,
     mean_intervals,
-    random_signs,
+    sign_flips,
 )
 from tpips_reward.rewards.terms import Scale
 
@@ -64,8 +65,8 @@ def test_the_same_generator_gives_the_same_interval():
 def compared(a: np.ndarray, b: np.ndarray, clusters: np.ndarray | None = None, flips: np.ndarray | None = None):
     clusters = np.arange(len(a)) if clusters is None else clusters
     count = int(clusters.max()) + 1
-    signs = random_signs(rng(), count, 4000) if flips is None else flips
-    return compare(a, b, clusters, bootstrap_weights(rng(), count), signs)
+    signs = sign_flips(rng(), count, 4000) if flips is None else [flips[:20], flips[20:]]
+    return compare((a - b)[:, None], clusters, bootstrap_weights(rng(), count), signs)[0]
 
 
 def test_the_p_value_is_that_of_all_sign_flips():
@@ -75,6 +76,22 @@ def test_the_p_value_is_that_of_all_sign_flips():
     found = compared(gaps, np.zeros(6), flips=every)
     assert found.p == pytest.approx((1 + exact * 64) / 65)
     assert compared(gaps, np.zeros(6)).p == pytest.approx(exact, abs=0.02)
+
+
+def test_pairs_beside_one_another_are_compared_as_if_alone(monkeypatch):
+    gaps = rng().normal(0.2, 1.0, size=(40, 3))
+    gaps[::3, 1] = gaps[:, 2] = np.nan
+    clusters = np.arange(40) % 25
+    weights, every = bootstrap_weights(rng(), 25), np.concatenate(list(sign_flips(rng(), 25, 999)))
+    monkeypatch.setattr("tpips_reward.evaluation.statistics._CHUNK", 1000)
+    chunks = list(sign_flips(rng(), 25, 999))
+    assert {len(chunk) for chunk in chunks} == {40, 39} and np.array_equal(np.concatenate(chunks), every)
+    together = compare(gaps, clusters, weights, chunks)
+    alone = [compare(gaps[:, k : k + 1], clusters, weights, [every])[0] for k in range(3)]
+    for one, other in zip(together[:2], alone[:2], strict=True):
+        assert astuple(one.difference) == pytest.approx(astuple(other.difference))
+        assert replace(one, difference=other.difference) == other
+    assert alone[2] is None and together[0].sources == 25 and together[1].difference.count == 26 and together[2] is None
 
 
 def test_equal_models_are_rarely_different():

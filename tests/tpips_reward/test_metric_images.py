@@ -191,8 +191,10 @@ def test_a_truncated_file_is_an_error(tmp_path, array):
     path = tmp_path / "cut.png"
     Image.fromarray(array).save(path)
     path.write_bytes(path.read_bytes()[:-400])
-    with pytest.raises(TPIPSError, match=r"images\[0\] cannot be read"):
+    with pytest.raises(TPIPSError, match=r"^images cannot be read"):
         to_tensors(Image.open(path))
+    with pytest.raises(TPIPSError, match=r"^images\[0\] cannot be read"):
+        to_tensors([Image.open(path)])
 
 
 @pytest.mark.parametrize("value_range", [(1, 0), (0, 0), (0,), "01x", None, (0, float("inf"))])

@@ -143,4 +143,4 @@ def test_faults_in_the_pixels_name_file_and_line(folder, metric, capsys, parity,
 def test_a_thin_image_as_an_argument_is_named(folder, capsys):
     Image.new("RGB", (1, 500)).save(folder / "thin.png")
     assert main(["score", str(folder / "in" / "cat_0.png"), str(folder / "thin.png")]) == 2
-    assert f"{folder / 'thin.png'} has 1x500 pixels" in capsys.readouterr().err
+    assert f"{folder / 'thin.png'} has 1x500 pixels: one side is more than 200 times the other; crop it." in capsys.readouterr().err

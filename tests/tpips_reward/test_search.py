@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tpips_reward.cli import main
 from tpips_reward.errors import TPIPSError
@@ -239,6 +240,18 @@ def test_index_and_search_from_the_command_line(run, folder, parity, tmp_path, m
 def test_what_search_refuses_before_it_loads_a_metric(run, index, arguments, words):
     status, _, err = run("search", index.folder, *arguments)
     assert status == 2 and words in err
+
+
+def test_a_thin_image_is_named_as_it_was_given(run, index, metric, tmp_path):
+    thin = tmp_path / "photos/thin.png"
+    thin.parent.mkdir()
+    Image.new("RGB", (3000, 2)).save(thin)
+    Image.new("RGB", (30, 20)).save(thin.with_name("good.png"))
+    limit = "has 3000x2 pixels: one side is more than 200 times the other; crop it."
+    status, _, err = run("search", index.folder, "--query", thin, "lighting")
+    assert status == 2 and err.strip() == f"tpips-reward: {thin} {limit}"
+    built = build_index(thin.parent, ["lighting"], metric, tmp_path / "built", metric_name="parity")
+    assert built.info["skipped"] == {"thin.png": f"thin.png {limit}"}
 
 
 def test_what_index_refuses(run, tmp_path, folder):

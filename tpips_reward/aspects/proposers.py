@@ -191,11 +191,11 @@ def parse_proposer(text: str) -> Callable[[], Proposer]:
         return load
     if kind == "endpoint":
         model, _, url = rest.rpartition("@")
-        from tpips_reward.aspects.endpoint import Endpoint
+        from tpips_reward.chat import ChatClient
 
-        endpoint = Endpoint(url, model)
+        client = ChatClient(url, model)
         # the address is left out of the name: the same model elsewhere answers the same
-        return lambda: ModelProposer(f"endpoint:{model}", endpoint.ask)
+        return lambda: ModelProposer(f"endpoint:{model}", client.ask)
     raise TPIPSError(
         f"There is no proposer {text!r}; write rules, vlm:SOURCE or endpoint:MODEL@URL, such as "
         "endpoint:Qwen/Qwen3-VL-8B-Instruct@http://localhost:8000/v1."

@@ -1,4 +1,4 @@
-"""What can be known of the images before a metric is loaded: that they open, and their sizes."""
+"""What can be known of the images before a metric is loaded: that they open, and that a metric takes their sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE_TOLERANCE = 0.02
 
 
 def check_images(dataset: Dataset, sizes: str = "resize") -> Dataset:
-    """Leaves out images that do not open, and lists outputs of another size than their source.
+    """Leaves out images that do not open or that no metric takes, and lists outputs of another size than their source.
 
     Args:
         dataset: rows as they were read.

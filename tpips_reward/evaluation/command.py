@@ -13,7 +13,7 @@ from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.layouts import read_gedit, read_gedit_v2, read_imgedit
 from tpips_reward.evaluation.manifest import read_manifest
-from tpips_reward.evaluation.report import markdown
+from tpips_reward.evaluation.markdown import markdown
 from tpips_reward.evaluation.rows import Dataset
 from tpips_reward.evaluation.run import Settings, evaluate
 from tpips_reward.evaluation.votes import read_editscore_bench, read_tiger_bench, read_vcreward_bench, read_votes

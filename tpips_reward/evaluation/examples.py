@@ -1,18 +1,20 @@
-"""Which edits the page shows, and their small pictures."""
+"""Which edits the report shows, where they are, and their small pictures."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.image_files import ImageRef, decode
+from tpips_reward.evaluation.image_files import ImageFile, ImageRef, decode
 from tpips_reward.evaluation.rows import Row
 
 SIDE = 224
@@ -22,11 +24,19 @@ MAX_PICTURES = 600
 
 @dataclass
 class Example:
-    """One row on the page. `reasons`: such as "best of base"; `pictures`: name -> data URI or None where it is gone."""
+    """One row on the page.
+
+    Attributes:
+        row: of report.json.
+        reasons: such as "best of base".
+        pictures: "source" or "output MODEL" -> data URI, or None where it is gone.
+        files: the same names -> path from the report's folder, or where in a table the image stands.
+    """
 
     row: dict[str, Any]
     reasons: list[str] = field(default_factory=list)
     pictures: dict[str, str | None] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def choose(report: dict[str, Any], count: int) -> tuple[list[Example], int]:
@@ -43,7 +53,7 @@ def choose(report: dict[str, Any], count: int) -> tuple[list[Example], int]:
         ranked = sorted(
             (value, position, row)
             for position, row in enumerate(report["rows"])
-            if (value := _value(row["outputs"].get(model))) is not None
+            if (value := score_of(row["outputs"].get(model))) is not None
         )
         half = min(count, (len(ranked) + 1) // 2)
         for reason, chosen in (("worst", ranked[:half]), ("best", ranked[max(half, len(ranked) - half) :][::-1])):
@@ -55,12 +65,35 @@ def choose(report: dict[str, Any], count: int) -> tuple[list[Example], int]:
 
 def add_pictures(examples: Sequence[Example], rows: Sequence[Row]) -> None:
     """Reads and shrinks the source and the outputs of each example; a file that is gone meanwhile has no picture."""
-    known = {row.key: row for row in rows}
+    for example, images in _images(examples, rows):
+        example.pictures = {name: _picture(ref) for name, ref in images.items()}
+
+
+def add_files(examples: Sequence[Example], rows: Sequence[Row], folder: Path) -> None:
+    """Where the source and the outputs of each example are, seen from `folder`."""
+    for example, images in _images(examples, rows):
+        example.files = {name: _relative(ref, folder) for name, ref in images.items()}
+
+
+def _images(examples: Sequence[Example], rows: Sequence[Row]) -> Iterator[tuple[Example, dict[str, ImageRef]]]:
+    known = {plain(row.key): row for row in rows}
     for example in examples:
         row = known[example.row["key"]]
-        example.pictures["source"] = _picture(row.source)
-        for model, ref in row.outputs.items():
-            example.pictures[f"output {model}"] = _picture(ref)
+        yield example, {"source": row.source, **{f"output {model}": ref for model, ref in row.outputs.items()}}
+
+
+def _relative(ref: ImageRef, folder: Path) -> str:
+    if not isinstance(ref, ImageFile):
+        return plain(ref.label)
+    try:
+        return plain(Path(os.path.relpath(ref.path, folder)).as_posix())
+    except ValueError:  # another drive of Windows
+        return plain(str(ref.path))
+
+
+def plain(text: str) -> str:
+    """Text with what UTF-8 cannot hold (names of files in another encoding) replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def data_uri(image: Tensor, side: int = SIDE) -> str:
@@ -81,7 +114,8 @@ def _picture(ref: ImageRef) -> str | None:
         return None
 
 
-def _value(output: dict[str, Any] | None) -> float | None:
+def score_of(output: dict[str, Any] | None) -> float | None:
+    """What an output of report.json is ranked by: its overall score, or preservation where it has none."""
     if output is None:
         return None
     return output["overall"] if output["overall"] is not None else output["preservation"]

@@ -9,7 +9,8 @@ from tpips_reward.errors import TPIPSError
 
 CACHE_NAME = "cache"
 ASPECTS_NAME = "aspects.jsonl"
-REPORT_NAMES = ("report.html", "report.json", "report.md", "summary.csv", "rows.csv", "aspects.csv", "problems.csv")
+REPORT_NAMES = ("report.html", "report.json", "report.md", "summary.csv", "rows.csv", "aspects.csv", "differences.csv",
+                "problems.csv")  # fmt: skip
 
 
 def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) -> Path:

@@ -54,7 +54,13 @@ def interval(entry: dict[str, float | None], digits: int = 3) -> Cell:
     return Cell(f"{mean:.{digits}f}{around}", mean)
 
 
-def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]], classes: Sequence[str] = ()) -> str:
+def table(
+    name: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    classes: Sequence[str] = (),
+    choices: Sequence[int] = (),
+) -> str:
     """A table with a search field; its headings sort.
 
     Args:
@@ -62,6 +68,7 @@ def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]], cl
         headings: plain text.
         rows: cells, as many a row as headings.
         classes: of the rows, "" for none; as many as rows, or none at all.
+        choices: columns, of plain text, with a list each from which one value is chosen; the first one is to begin with.
     """
     head = "".join(
         f'<th scope="col" aria-sort="none"><button type="button">{esc(heading)}</button></th>' for heading in headings
@@ -72,14 +79,22 @@ def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]], cl
         body.append(f"<tr{kind}>{''.join(_cell(cell) for cell in row)}</tr>")
     lines = "\n".join(body)
     content = f"<thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody>"
-    return f'{search_field(name)}<div class="scroll"><table id="{esc(name)}">{content}</table></div>'
+    lists = "".join(_choice(name, column, headings[column], [row[column] for row in rows]) for column in choices)
+    return f'{search_field(name, lists)}<div class="scroll"><table id="{esc(name)}">{content}</table></div>'
 
 
-def search_field(name: str) -> str:
-    """A field that filters the table's rows, or the element's children, with this id."""
+def _choice(name: str, column: int, heading: str, cells: Sequence[Cell]) -> str:
+    values = list(dict.fromkeys(str(cell.key) for cell in cells))
+    options = "".join(f'<option value="{esc(value)}">{esc(value)}</option>' for value in values)
+    chosen = f'<select data-choice="{esc(name)}" data-column="{column}">{options}<option value="">all</option></select>'
+    return f"<label>{esc(heading)} {chosen}</label> "
+
+
+def search_field(name: str, before: str = "") -> str:
+    """A field that filters the table's rows, or the element's children, with this id. `before`: HTML on the same line."""
     field = f'<input type="search" data-filter="{esc(name)}" placeholder="words, all of which occur">'
     return (
-        f'<div class="tools"><label>Filter {field}</label> <span class="shown" data-shown="{esc(name)}"></span></div>'
+        f'<div class="tools">{before}<label>Filter {field}</label> <span class="shown" data-shown="{esc(name)}"></span></div>'
     )
 
 

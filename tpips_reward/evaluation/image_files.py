@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.images import to_tensors
+from tpips_reward.images import check_size, to_tensors
 
 #: What a folder of results may hold for a key, without regard to case.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -59,12 +59,14 @@ def image_size(ref: ImageRef) -> tuple[int, int]:
     """(width, height) as it will be seen, turned upright, from the file's head alone.
 
     Raises:
-        TPIPSError: it does not open.
+        TPIPSError: it does not open, or has a size that no metric takes.
     """
     source = ref.path if isinstance(ref, ImageFile) else io.BytesIO(ref.read())
     with _sentences(ref.label), Image.open(source) as image:
         turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation: 5 to 8 are turned by a quarter
-        return (image.height, image.width) if turned else image.size
+        width, height = (image.height, image.width) if turned else image.size
+    check_size(height, width, ref.label)
+    return width, height
 
 
 def decode(content: bytes, label: str) -> Tensor:
@@ -76,7 +78,7 @@ def decode(content: bytes, label: str) -> Tensor:
     with _sentences(label):
         image = Image.open(io.BytesIO(content))
         image.load()
-        return to_tensors([ImageOps.exif_transpose(image)], name=label)[0]
+        return to_tensors(ImageOps.exif_transpose(image), name=label)[0]
 
 
 def resized(image: Tensor, size: tuple[int, int]) -> Tensor:
@@ -107,6 +109,9 @@ class _sentences:
         if isinstance(error, UnidentifiedImageError):
             raise TPIPSError(f"{self.label} is no image that Pillow can read.") from None
         if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-            raise TPIPSError(f"{self.label} has too many pixels; make it smaller.") from None
+            # Pillow refuses before it says how large the image is
+            raise TPIPSError(
+                f"{self.label} has more pixels than the {Image.MAX_IMAGE_PIXELS:,} that are read; make it smaller."
+            ) from None
         if isinstance(error, OSError | ValueError | SyntaxError | EOFError):
             raise TPIPSError(f"{self.label} cannot be read: {error}.") from error

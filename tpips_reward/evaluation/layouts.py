@@ -19,6 +19,7 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import (
     Listing,
+    check_folder,
     check_key,
     find_key,
     find_path,
@@ -40,14 +41,12 @@ def model_folders(results: Path, given: Mapping[str, str | Path] | None = None) 
     """
     if given:
         folders = {check_model_name(name): Path(folder) for name, folder in given.items()}
-    elif results.is_dir():
+    else:
+        check_folder(results, "of results")
         found = sorted(entry for entry in results.iterdir() if entry.is_dir() and not entry.name.startswith("."))
         folders = {check_model_name(entry.name): entry for entry in found}
-    else:
-        raise TPIPSError(f"The folder of results {results} does not exist.")
     for name, folder in folders.items():
-        if not folder.is_dir():
-            raise TPIPSError(f"The folder {folder} of the model {name!r} does not exist.")
+        check_folder(folder, f"of the model {name!r}")
     if not folders:
         raise TPIPSError(f"{results} has no folders; each model's results lie in a folder of its name.")
     return folders
@@ -174,8 +173,7 @@ def read_imgedit(
         TPIPSError: the table or a folder is missing.
     """
     folders = model_folders(Path(results), models)
-    if not Path(sources).is_dir():
-        raise TPIPSError(f"The folder of original images {sources} does not exist.")
+    check_folder(Path(sources), "of original images")
     builder = _Builder("ImgEdit", tuple(folders))
     table = _table(Path(benchmark), ("key", "id", "prompt", "edit_type"))
     for place, entry in table:

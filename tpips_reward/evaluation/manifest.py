@@ -19,6 +19,7 @@ from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import (
     Found,
     Listing,
+    check_folder,
     check_key,
     find_key,
     find_path,
@@ -54,8 +55,7 @@ def read_manifest(
         raise TPIPSError(f"{manifest} has no rows.")
     places = {check_model_name(name): Path(folder) for name, folder in (folders or {}).items()}
     for name, folder in places.items():
-        if not folder.is_dir():
-            raise TPIPSError(f"The folder {folder} of the model {name!r} does not exist.")
+        check_folder(folder, f"of the model {name!r}")
     listing, problems = Listing(), []
     parsed: list[tuple[str, Row]] = []
     named: dict[str, None] = {}

@@ -40,12 +40,14 @@ class Measured:
         columns: as they index the second.
         values: measure -> (R, M) float64.
         aspects: role ("preserve", "target") -> aspect -> (R, M) float64: f for preserve, top - f for target.
+        change_scale: the metric's.
     """
 
     rows: tuple[Row, ...]
     columns: tuple[str, ...]
     values: dict[str, np.ndarray]
     aspects: dict[str, dict[str, np.ndarray]]
+    change_scale: float
 
     def column(self, model: str) -> int:
         """Position of a model or control."""
@@ -81,7 +83,7 @@ def measure(
     gate = Gate("change", scale.change_scale, 1.0)
     change = _mapped(means["target"], lambda f: gate.openness(scale.change(f)))
     values = {"preservation": preservation, "change": change, "overall": np.sqrt(preservation * change)}
-    return Measured(tuple(rows), tuple(columns), values, aspects)
+    return Measured(tuple(rows), tuple(columns), values, aspects, scale.change_scale)
 
 
 def _mapped(means: np.ndarray, formula: object) -> np.ndarray:

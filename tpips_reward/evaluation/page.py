@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from tpips_reward.evaluation.examples import Example
+from tpips_reward.evaluation.examples import Example, score_of
 from tpips_reward.evaluation.html import Cell, esc, fill, histogram, interval, number, search_field, table, text
 from tpips_reward.evaluation.measures import MEASURES
 
-#: Aspects in the heat map; the others are in aspects.csv and report.json.
+#: Aspects in the heat map, and differences by category and aspect; the others are in the CSV files and report.json.
 MAX_ASPECTS = 80
+MAX_DIFFERENCES = 2000
+#: What the parts are called of which there are differences.
+PARTS = {"category": "category", "preserve": "aspect to keep", "target": "aspect to change"}
 
 
 def render_page(report: dict[str, Any], examples: Sequence[Example], count: int) -> str:
@@ -30,11 +33,12 @@ def render_page(report: dict[str, Any], examples: Sequence[Example], count: int)
         "overview": _overview(report),
         "summary": _summary(report),
         "comparisons": _comparisons(report),
+        "differences": _differences(report),
         "votes": _votes(report),
         "categories": _categories(report),
         "aspects": _aspects(report),
         "distributions": _distributions(report),
-        "examples": _examples(examples, count),
+        "examples": _examples(report, examples, count),
         "rows": _rows(report, {example.row["key"] for example in examples}),
         "problems": _problems(report),
         "settings": _settings(report),
@@ -49,6 +53,40 @@ def coverage(report: dict[str, Any]) -> str:
         f"{counts['rows_scored']} of {counts['rows']} rows scored, {counts['outputs_scored']} of "
         f"{counts['outputs_expected']} outputs, {counts['sources']} different sources."
     )
+
+
+FAMILIES = (
+    "p (Holm) is adjusted for all pairs of models in all categories together, and for those in all aspects to keep and in "
+    "all aspects to change; parts of fewer than six sources, which can reach no p below 0.05, have none. In an aspect to "
+    "keep, a difference is one of similarities to the source; in one to change, of distances from it."
+)
+
+
+def part_name(entry: dict[str, Any]) -> str:
+    """What a difference is of, such as "category: overall" or "aspect to keep: similarity"."""
+    return f"{PARTS[entry['by']]}: {entry['measure']}"
+
+
+def left_out(report: dict[str, Any], shown: int) -> str:
+    """A sentence about the differences that are not shown; empty where all are."""
+    count = len(report["differences"])
+    return "" if shown == count else f"{shown} of {count} differences, of each kind those with the most rows; differences.csv has all."
+
+
+def shown_differences(report: dict[str, Any], limit: int) -> list[dict[str, Any]]:
+    """The differences by category and aspect, or where they are too many, of each kind those with the most rows."""
+    entries = report["differences"]
+    if len(entries) <= limit:
+        return entries
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in entries:  # of each kind in the order of their rows
+        kinds.setdefault((entry["by"], entry["measure"]), []).append(entry)
+    shown: list[dict[str, Any]] = []
+    for position, kind in enumerate(sorted(kinds.values(), key=len)):  # what short kinds leave goes to the long ones
+        share = (limit - len(shown)) // (len(kinds) - position)
+        shown += kind[:share]
+    order = {id(entry): position for position, entry in enumerate(entries)}
+    return sorted(shown, key=lambda entry: order[id(entry)])
 
 
 def example_id(key: str) -> str:
@@ -118,6 +156,30 @@ def _comparisons(report: dict[str, Any]) -> str:
         "rows needed",
     )
     return table("comparison-table", headings, rows)
+
+
+def _differences(report: dict[str, Any]) -> str:
+    entries = shown_differences(report, MAX_DIFFERENCES)
+    if not entries:
+        return "<p>No two models share two sources in a category or an aspect.</p>"
+    rows = []
+    for entry in entries:
+        shares = f"{entry['wins']:.2f} / {entry['ties']:.2f} / {entry['losses']:.2f}"
+        rows.append(
+            [
+                text(part_name(entry)),
+                text(entry["name"]),
+                text(f"{entry['first']} − {entry['second']}"),
+                interval(entry["difference"]),
+                number(entry["p"], 4),
+                number(entry["p_holm"], 4),
+                Cell(shares, entry["wins"]),
+                number(entry["difference"]["count"], 0),
+            ]
+        )
+    headings = ("by", "name", "models", "first − second", "p", "p (Holm)", "wins / ties / losses", "rows")
+    shown = table("difference-table", headings, rows, choices=(0, 2))
+    return f"<p>{FAMILIES}</p>{shown}<p>{left_out(report, len(entries))}</p>"
 
 
 def _votes(report: dict[str, Any]) -> str:
@@ -219,16 +281,25 @@ def _distributions(report: dict[str, Any]) -> str:
     return f'<div class="scroll"><table class="plots">{content}</table></div>'
 
 
-def _examples(examples: Sequence[Example], count: int) -> str:
+def _examples(report: dict[str, Any], examples: Sequence[Example], count: int) -> str:
     if not examples:
         return "<p>No examples were asked for.</p>"
-    blocks = "\n".join(_example(example) for example in examples)
+    models = [model["model"] for model in _columns(report) if not model["control"]]
+    orders = "".join(
+        f'<option value="{index} {sign}">{esc(model)}, {word} first</option>'
+        for index, model in enumerate(models)
+        for sign, word in ((-1, "best"), (1, "worst"))
+    )
+    order = f'<label>Order <select data-order="example-list"><option value="">as in the data</option>{orders}</select></label> '
+    blocks = "\n".join(_example(example, models, place) for place, example in enumerate(examples))
     intro = f"<p>The {count} best and worst of each model.</p>"
-    return f'{intro}{search_field("example-list")}<div id="example-list">{blocks}</div>'
+    return f'{intro}{search_field("example-list", order)}<div id="example-list">{blocks}</div>'
 
 
-def _example(example: Example) -> str:
+def _example(example: Example, models: Sequence[str], place: int) -> str:
     row = example.row
+    ranks = [score_of(row["outputs"].get(model)) for model in models]
+    keys = " ".join("-" if score is None else f"{score!r}" for score in ranks)
     tags = "".join(f'<span class="tag">{esc(reason)}</span>' for reason in example.reasons)
     marks = {role: "*" if role in row["proposed"] else "" for role in ("preserve", "target")}
     figures = [_figure("source", example.pictures.get("source"), "")]
@@ -244,7 +315,7 @@ def _example(example: Example) -> str:
         figures.append(_figure(model, example.pictures.get(f"output {model}"), f"<dl>{scores}</dl>"))
     about = f'<b>{esc(row["key"])}</b> {esc(row["instruction"])} <span class="tag">{esc(row["category"])}</span>{tags}'
     return (
-        f'<details class="example" id="{example_id(row["key"])}"><summary>{about}</summary>'
+        f'<details class="example" data-place="{place}" data-scores="{keys}" id="{example_id(row["key"])}"><summary>{about}</summary>'
         f'<div class="figures">{"".join(figures)}</div></details>'
     )
 

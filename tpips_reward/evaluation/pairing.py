@@ -5,6 +5,7 @@ Names are compared with the folder's own listing, so that the answer is the same
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -18,18 +19,27 @@ from tpips_reward.evaluation.rows import Problem
 class Listing:
     """The names in folders, each folder read once."""
 
-    _names: dict[Path, frozenset[str]] = field(default_factory=dict)
+    _names: dict[Path, tuple[frozenset[str], frozenset[str]]] = field(default_factory=dict)
 
     def names(self, folder: Path) -> frozenset[str]:
         """Names of the files in a folder; none where there is no such folder."""
+        return self._read(folder)[0]
+
+    def others(self, folder: Path) -> frozenset[str]:
+        """Names of what is no file there: folders, pipes, links to nothing."""
+        return self._read(folder)[1]
+
+    def _read(self, folder: Path) -> tuple[frozenset[str], frozenset[str]]:
         if folder not in self._names:
             try:
-                found = frozenset(entry.name for entry in folder.iterdir() if not entry.is_dir())
+                with os.scandir(folder) as entries:
+                    is_file = {entry.name: entry.is_file() for entry in entries}
             except (FileNotFoundError, NotADirectoryError):
-                found = frozenset()
+                is_file = {}
             except OSError as error:
                 raise TPIPSError(f"The folder {folder} cannot be read: {error.strerror or error}.") from error
-            self._names[folder] = found
+            files = frozenset(name for name, regular in is_file.items() if regular)
+            self._names[folder] = files, frozenset(is_file) - files
         return self._names[folder]
 
 
@@ -47,6 +57,8 @@ def find_path(path: Path, listing: Listing) -> Found:
     names = listing.names(path.parent)
     if path.name in names:
         return Found(path)
+    if path.name in listing.others(path.parent) or path.is_dir():  # "." and ".." are in no listing
+        return _no_file(path)
     alike = sorted(name for name in names if name.casefold() == path.name.casefold())
     if alike:
         return Found(None, "wrong_case", f"{path} does not exist, but {alike[0]} does; correct the case.")
@@ -79,7 +91,15 @@ def find_key(folder: Path, key: str, listing: Listing, suffix: str | None = None
     if alike:
         detail = f"{home} has {alike[0]} for the key {key!r}; correct the case."
         return Found(None, "wrong_case", detail)
+    for name in sorted(listing.others(home)):
+        if is_image_name(name) and _stem(name) == stem:
+            return _no_file(home / name)
     return Found(None, "missing", f"{folder} has no image for the key {key!r}.")
+
+
+def _no_file(path: Path) -> Found:
+    what = "a folder" if path.is_dir() else "no regular file" if path.exists() else "a link to nothing"
+    return Found(None, "unreadable", f"{path} is {what}; name the image file that is meant.")
 
 
 def unexpected_files(folder: Path, keys: Iterable[str], listing: Listing, model: str) -> list[Problem]:
@@ -103,7 +123,7 @@ def output_of(found: Found | ImageRef, key: str, model: str) -> tuple[ImageRef |
         return found, []
     if not found.kind:
         return ImageFile(found.path) if found.path else None, []
-    kind = "missing_output" if found.kind == "missing" else found.kind
+    kind = {"missing": "missing_output", "unreadable": "unreadable_output"}.get(found.kind, found.kind)
     problem = Problem(kind, found.detail, key, model, left_out=found.path is None)
     return (ImageFile(found.path) if found.path else None), [problem]
 
@@ -114,20 +134,36 @@ def source_of(found: Found | ImageRef, key: str) -> tuple[ImageRef | None, list[
         return found, []
     if not found.kind:
         return ImageFile(found.path) if found.path else None, []
-    kind = "missing_source" if found.kind == "missing" else found.kind
+    kind = {"missing": "missing_source", "unreadable": "unreadable_source"}.get(found.kind, found.kind)
     problem = Problem(kind, f"Source: {found.detail}", key, left_out=found.path is None)
     return (ImageFile(found.path) if found.path else None), [problem]
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """Refuses what is no folder.
+
+    Args:
+        what: it is, for the message, such as "of the model 'base'".
+
+    Raises:
+        TPIPSError: it does not exist, or is a file.
+    """
+    if not folder.is_dir():
+        state = "is no folder" if folder.exists() else "does not exist"
+        raise TPIPSError(f"The folder {folder} {what} {state}; give the folder that holds the images.")
 
 
 def check_key(key: object) -> str:
     """A key as text.
 
     Raises:
-        TPIPSError: it is no text or whole number, empty, or leads out of the folder of results.
+        TPIPSError: it is no text or whole number, empty, no Unicode, or leads out of the folder of results.
     """
     if isinstance(key, bool) or not isinstance(key, str | int) or not str(key).strip():
         raise TPIPSError(f"The key is {key!r}; give a short text or a number.")
     text = str(key).strip()
+    if text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
+        raise TPIPSError(f"The key {text!r} holds half a character; give a short text or a number.")
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
         raise TPIPSError(

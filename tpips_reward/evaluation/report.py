@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.examples import add_pictures, choose
+from tpips_reward.evaluation.examples import add_files, add_pictures, choose, plain
+from tpips_reward.evaluation.markdown import markdown
 from tpips_reward.evaluation.measures import MEASURES
-from tpips_reward.evaluation.page import coverage, render_page
+from tpips_reward.evaluation.page import render_page
 from tpips_reward.evaluation.rows import Row
 from tpips_reward.files import write_text
 
@@ -31,13 +32,15 @@ def write_report(folder: Path, report: dict[str, Any], rows: Sequence[Row], exam
     """
     clean = _clean(report)
     chosen, count = choose(clean, examples)
-    add_pictures(chosen, [row for row in rows if row.key in {example.row["key"] for example in chosen}])
+    add_files(chosen, rows, folder)
+    add_pictures(chosen, rows)
     contents = {
         "report.html": render_page(clean, chosen, count),
-        "report.md": markdown(clean),
+        "report.md": markdown(clean, chosen),
         "summary.csv": _csv(_summary_table(clean)),
         "rows.csv": _csv(_row_table(clean)),
         "aspects.csv": _csv(_aspect_table(clean)),
+        "differences.csv": _csv(_difference_table(clean)),
         "problems.csv": _csv(_problem_table(clean)),
         "report.json": json.dumps(clean, indent=1, allow_nan=False) + "\n",
     }
@@ -46,96 +49,6 @@ def write_report(folder: Path, report: dict[str, Any], rows: Sequence[Row], exam
             write_text(folder / name, content)
         except OSError as error:
             raise TPIPSError(f"{folder / name} cannot be written: {error.strerror or error}.") from error
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The summary, the differences, the votes and the problems' counts, as GitHub shows them."""
-    counts = report["counts"]
-    parts = [
-        f"# Edits of {_md(report['name'])}",
-        f"{coverage(report)} Metric: {_md(report['metric']['name'])}.",
-        report["formula"],
-        "## Summary",
-        _md_table(
-            ("model", "outputs", *MEASURES, f"overall, the {counts['rows_all_models_have']} rows all have"),
-            [
-                (
-                    entry["model"],
-                    "" if entry["control"] else f"{entry['scored']} of {entry['expected']}",
-                    *[_around(entry[name]) for name in MEASURES],
-                    _around(entry["overall_common"]),
-                )
-                for entry in report["models"]
-            ],
-        ),
-    ]
-    rows: list[tuple[object, ...]]
-    if report["comparisons"]:
-        rows = [
-            (e["first"], e["second"], e["measure"], _around(e["difference"]), _short(e["p"]), _short(e["p_holm"]),
-             f"{e['wins']:.2f} / {e['ties']:.2f} / {e['losses']:.2f}", e["difference"]["count"],
-             e["rows_needed"] or "–")
-            for e in report["comparisons"]
-        ]  # fmt: skip
-        headings = (
-            "first",
-            "second",
-            "measure",
-            "difference",
-            "p",
-            "p (Holm)",
-            "wins / ties / losses",
-            "rows",
-            "rows needed",
-        )
-        parts += ["## Differences", _md_table(headings, rows)]
-    if report["votes"]:
-        voted = [
-            (e["dimension"], _around({"mean": e.get("accuracy"), "low": e.get("low"), "high": e.get("high")}),
-             e.get("counted", 0), e["human_ties"], e["unscored"])
-            for e in report["votes"]["agreement"]
-        ]  # fmt: skip
-        asked = ("question", f"agreement ({report['votes']['rule']})", "votes", "people's ties", "not scored")
-        parts += ["## Agreement with people", _md_table(asked, voted)]
-    rows = [
-        (entry["category"], model, entry["rows"], *[_around(cells[name]) for name in MEASURES])
-        for entry in report["categories"]
-        for model, cells in entry["cells"].items()
-        if cells["preservation"]["count"] or cells["change"]["count"]
-    ]
-    parts += ["## Categories", _md_table(("category", "model", "rows", *MEASURES), rows)]
-    if report["problems"]["list"]:
-        rows = [
-            (kind, count, report["problems"]["meaning"][kind]) for kind, count in report["problems"]["counts"].items()
-        ]
-        parts += ["## Problems with the input", _md_table(("problem", "count", "what it is"), rows)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _md(value: object) -> str:
-    """Text that neither ends a cell nor becomes markup."""
-    plain = " ".join(str(value).split())
-    for sign in ("\\", "|", "`", "*", "_", "[", "]", "<", ">", "#"):
-        plain = plain.replace(sign, "\\" + sign)
-    return plain
-
-
-def _md_table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    heads = [_md(heading) for heading in headings]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [f"| {' | '.join(_md(value) for value in row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def _around(entry: dict[str, float | None]) -> str:
-    if entry["mean"] is None:
-        return "–"
-    around = "" if entry["low"] is None else f" ({entry['low']:.3f} to {entry['high']:.3f})"
-    return f"{entry['mean']:.3f}{around}"
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
 
 
 def _summary_table(report: dict[str, Any]) -> Iterable[Sequence[object]]:
@@ -165,6 +78,16 @@ def _aspect_table(report: dict[str, Any]) -> Iterable[Sequence[object]]:
                     yield (row["key"], model, row["category"], role, aspect, value, int(role in row["proposed"]))
 
 
+def _difference_table(report: dict[str, Any]) -> Iterable[Sequence[object]]:
+    names = ("first", "second", "measure", "sources", "p", "p_holm", "wins", "ties", "losses", "rows_needed")
+    fields = ("mean", "low", "high", "count")
+    yield ("by", "name", *names[:3], *[f"difference_{field}" for field in fields], *names[3:])
+    whole = [{"by": "all", "name": "", **entry} for entry in report["comparisons"]]
+    for entry in [*whole, *report["differences"]]:
+        values = [entry[name] for name in names]
+        yield (entry["by"], entry["name"], *values[:3], *[entry["difference"][field] for field in fields], *values[3:])
+
+
 def _problem_table(report: dict[str, Any]) -> Iterable[Sequence[object]]:
     yield ("problem", "key", "model", "left_out", "detail")
     for item in report["problems"]["list"]:
@@ -178,9 +101,9 @@ def _csv(rows: Iterable[Sequence[object]]) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """Plain values, with what UTF-8 cannot hold (names of files in another encoding) replaced."""
+    """Plain values, with texts that a file can hold."""
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return plain(value)
     if isinstance(value, dict):
         return {_clean(key): _clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -13,13 +13,14 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
 from tpips_reward.evaluation.controls import CONTROLS
+from tpips_reward.evaluation.differences import Resampling
 from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, open_folder
 from tpips_reward.evaluation.measures import measure
 from tpips_reward.evaluation.proposals import propose_aspects, without_aspects
 from tpips_reward.evaluation.report import write_report
 from tpips_reward.evaluation.rows import Dataset
 from tpips_reward.evaluation.scoring import Progress, score_rows, with_scored_outputs
-from tpips_reward.evaluation.summary import Resampling, summarize
+from tpips_reward.evaluation.summary import summarize
 from tpips_reward.rewards.reward import PairMetric
 from tpips_reward.rewards.terms import Scale
 
@@ -35,7 +36,7 @@ class Settings:
             or left out ("skip").
         batch_images: images in one call of the metric, about.
         seed: of the noise control, the bootstrap and the sign flips.
-        resamples: bootstrap resamples, and sign flips.
+        resamples: bootstrap resamples, and sign flips at least.
         level: of the intervals.
         tie_margin: two overall scores that differ by no more are a tie.
         examples: how many best and worst edits of each model the page shows.

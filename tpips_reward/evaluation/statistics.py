@@ -6,12 +6,15 @@ not rows. All randomness comes from a generator that is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tpips_reward.errors import TPIPSError
+
+#: Signs that are drawn at one time: 16 MB.
+_CHUNK = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,11 @@ def mean_intervals(
     """
     sums, numbers = cluster_sums(values, clusters, weights.shape[1])
     drawn, sizes = weights @ sums, weights @ numbers
-    tail = 50 * (1 - level)
+    tails = [50 * (1 - level), 50 * (1 + level)]
+    whole = (sizes > 0).all(axis=0)
+    bounds = np.full((2, values.shape[1]), np.nan)
+    if whole.any():  # all at once: one by one they are slow
+        bounds[:, whole] = np.percentile(drawn[:, whole] / sizes[:, whole], tails, axis=0)
     intervals = []
     for column in range(values.shape[1]):
         total = int(numbers[:, column].sum())
@@ -81,8 +88,10 @@ def mean_intervals(
         if (numbers[:, column] > 0).sum() < 2:
             intervals.append(Interval(mean, None, None, total))
             continue
-        usable = sizes[:, column] > 0  # a small category may be missing from a resample
-        low, high = np.percentile(drawn[usable, column] / sizes[usable, column], [tail, 100 - tail])
+        if not whole[column]:  # a small category may be missing from a resample
+            usable = sizes[:, column] > 0
+            bounds[:, column] = np.percentile(drawn[usable, column] / sizes[usable, column], tails)
+        low, high = bounds[:, column]
         intervals.append(Interval(mean, float(low), float(high), total))
     return intervals
 
@@ -93,6 +102,7 @@ class Comparison:
 
     Attributes:
         difference: mean of first - second, with its interval.
+        sources: how many different sources those rows have.
         p: two-sided, by sign flips of whole sources; None with fewer than two sources.
         wins, ties, losses: shares of rows, of the first model; a tie is a difference of at most the margin.
         rows_needed: rows for which the interval would be expected to leave 0, were the difference the true one; None
@@ -100,6 +110,7 @@ class Comparison:
     """
 
     difference: Interval
+    sources: int
     p: float | None
     wins: float
     ties: float
@@ -108,49 +119,64 @@ class Comparison:
 
 
 def compare(
-    first: np.ndarray,
-    second: np.ndarray,
+    gaps: np.ndarray,
     clusters: np.ndarray,
     weights: np.ndarray,
-    signs: np.ndarray,
+    flips: Iterable[np.ndarray],
     margin: float = 0.01,
     level: float = 0.95,
-) -> Comparison | None:
-    """Paired comparison of two models, (R,) each; None where no row has both.
+) -> list[Comparison | None]:
+    """Paired comparisons of K pairs of models.
 
-    The p value is the share of sign flips whose mean difference is at least as far from 0 as the observed one, with the
-    observed one counted: (1 + k) / (1 + n). It is exact under the hypothesis that the models are exchangeable, up to
+    A p value is the share of sign flips whose mean difference is at least as far from 0 as the observed one, with the
+    observed one counted: (1 + k) / (1 + n). It is exact under the hypothesis that the two models are exchangeable, up to
     the number of flips.
 
     Args:
-        signs: (flips, clusters) of -1 and 1, see `random_signs`.
+        gaps: (R, K) first - second; NaN where a row lacks one of the two.
+        clusters: (R,) int: which cluster each row belongs to.
+        weights: of `bootstrap_weights`.
+        flips: arrays (n, clusters) of -1 and 1, see `sign_flips`.
+        margin: of a tie.
+        level: of the intervals.
+
+    Returns:
+        K comparisons; None where no row has both models.
     """
-    gaps = first - second
-    there = ~np.isnan(gaps)
-    if not there.any():
-        return None
-    difference = mean_intervals(gaps[:, None], clusters, weights, level)[0]
+    differences = mean_intervals(gaps, clusters, weights, level)
     sums, numbers = cluster_sums(gaps, clusters, weights.shape[1])
-    present = numbers > 0
-    p = None
-    if present.sum() >= 2:
-        flipped = np.abs(signs[:, present] @ sums[present])
-        # sums of floats in another order differ in their last digits
-        p = float((1 + (flipped >= abs(sums.sum()) * (1 - 1e-9) - 1e-12).sum()) / (1 + len(flipped)))
-    known = gaps[there]
-    return Comparison(
-        difference,
-        p,
-        wins=float((known > margin).mean()),
-        ties=float((np.abs(known) <= margin).mean()),
-        losses=float((known < -margin).mean()),
-        rows_needed=_rows_needed(sums[present], numbers[present]),
-    )
+    # sums of floats in another order differ in their last digits
+    observed = np.abs(sums.sum(axis=0)) * (1 - 1e-9) - 1e-12
+    beyond, count = np.zeros(gaps.shape[1]), 0
+    for signs in flips:
+        beyond += (np.abs(signs @ sums) >= observed).sum(axis=0)
+        count += len(signs)
+    found: list[Comparison | None] = []
+    for column, difference in enumerate(differences):
+        known = gaps[:, column][~np.isnan(gaps[:, column])]
+        present = numbers[:, column] > 0
+        if not len(known):
+            found.append(None)
+            continue
+        found.append(
+            Comparison(
+                difference,
+                int(present.sum()),
+                float((1 + beyond[column]) / (1 + count)) if present.sum() >= 2 else None,
+                wins=float((known > margin).mean()),
+                ties=float((np.abs(known) <= margin).mean()),
+                losses=float((known < -margin).mean()),
+                rows_needed=_rows_needed(sums[present, column], numbers[present, column]),
+            )
+        )
+    return found
 
 
-def random_signs(rng: np.random.Generator, clusters: int, flips: int = 2000) -> np.ndarray:
-    """(flips, clusters) float64 of -1 and 1."""
-    return rng.integers(0, 2, size=(flips, clusters)).astype(np.float64) * 2 - 1
+def sign_flips(rng: np.random.Generator, clusters: int, count: int = 2000) -> Iterator[np.ndarray]:
+    """`count` rows of -1 and 1 for each cluster, float64, in arrays of at most `_CHUNK` numbers."""
+    step = max(1, _CHUNK // max(1, clusters))
+    for begin in range(0, count, step):
+        yield rng.integers(0, 2, size=(min(step, count - begin), clusters)).astype(np.float64) * 2 - 1
 
 
 def _rows_needed(sums: np.ndarray, numbers: np.ndarray) -> int | None:

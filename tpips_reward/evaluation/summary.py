@@ -5,34 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from tpips_reward.evaluation.agreement import agreement, ranking_agreement
 from tpips_reward.evaluation.controls import CONTROLS, is_control
+from tpips_reward.evaluation.differences import Resampling, differences_within, overall_differences
 from tpips_reward.evaluation.measures import FORMULA, MEASURES, Measured
 from tpips_reward.evaluation.rows import PROBLEMS, Dataset, Problem
-from tpips_reward.evaluation.statistics import (
-    Interval,
-    bootstrap_weights,
-    compare,
-    holm,
-    mean_intervals,
-    random_signs,
-)
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """How intervals and p values are made: resamples (and sign flips), the level, a tie's margin, the seed."""
-
-    resamples: int = 2000
-    level: float = 0.95
-    tie_margin: float = 0.01
-    seed: int = 0
+from tpips_reward.evaluation.statistics import Interval, bootstrap_weights, mean_intervals
 
 
 def summarize(
@@ -50,8 +33,8 @@ def summarize(
     rng = np.random.default_rng(how.seed)
     clusters, count = _clusters(measured, sources)
     weights = bootstrap_weights(rng, count, how.resamples)
-    signs = random_signs(rng, count, how.resamples)
     shared = _shared_rows(measured, dataset.models)
+    paired = () if dataset.anonymous else dataset.models  # candidates of one place are not one editor
     return {
         "format": 1,
         "name": dataset.name,
@@ -61,7 +44,8 @@ def summarize(
         "models": _models(dataset, measured, clusters, weights, shared, how),
         "categories": _categories(measured, clusters, weights, how),
         "aspects": _aspects(measured, clusters, weights, how),
-        "comparisons": [] if dataset.anonymous else _comparisons(dataset, measured, clusters, weights, signs, how),
+        "comparisons": overall_differences(measured, paired, clusters, weights, how),
+        "differences": differences_within(measured, paired, clusters, weights, how),
         "votes": _votes(dataset, measured, rng, how),
         "problems": {
             "counts": dict(Counter(problem.kind for problem in problems)),
@@ -167,30 +151,6 @@ def _within(values: np.ndarray, clusters: np.ndarray, weights: np.ndarray, how: 
     """Intervals over a part of the rows; only the clusters that occur there are carried along."""
     present, index = np.unique(clusters, return_inverse=True)
     return mean_intervals(values, index, weights[:, present], how.level)
-
-
-def _comparisons(
-    dataset: Dataset,
-    measured: Measured,
-    clusters: np.ndarray,
-    weights: np.ndarray,
-    signs: np.ndarray,
-    how: Resampling,
-) -> list[dict[str, Any]]:
-    result = []
-    for name in MEASURES:
-        entries = []
-        for first, second in combinations(dataset.models, 2):
-            values = measured.values[name]
-            columns = values[:, measured.column(first)], values[:, measured.column(second)]
-            found = compare(*columns, clusters, weights, signs, how.tie_margin, how.level)
-            if found is not None:
-                entries.append({"measure": name, "first": first, "second": second, **asdict(found)})
-        # one family of tests a measure
-        for entry, adjusted in zip(entries, holm([entry["p"] for entry in entries]), strict=True):
-            entry["p_holm"] = adjusted
-        result += entries
-    return result
 
 
 def _votes(dataset: Dataset, measured: Measured, rng: np.random.Generator, how: Resampling) -> dict[str, Any] | None:

@@ -1,0 +1,127 @@
+"""The client of chat completions, against a server on this machine that misbehaves by a script."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import Any
+
+import pytest
+from chat_server import Server, reply, serving
+from PIL import Image
+
+from tpips_reward.chat import ChatClient, NoAnswer, api_key
+from tpips_reward.errors import TPIPSError
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    for name in ("TPIPS_API_KEY", "OPENAI_API_KEY", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with serving() as start:
+        yield start
+
+
+def client(server: Server, **options: Any) -> tuple[ChatClient, list[float]]:
+    pauses: list[float] = []
+    return ChatClient(server.url, "m", **{"key": "secret", "timeout": 5.0, "wait": pauses.append} | options), pauses
+
+
+def test_a_request_is_that_of_openai(serve):
+    server = serve(reply("yes", [{"yes": -0.1, "no": -3.0}, {".": -0.2}]))
+    found = client(server, options={"temperature": 0})[0].complete("Which?", Image.new("RGB", (6, 4), (255, 0, 0)))
+    assert found.text == "yes" and found.positions == [{"yes": -0.1, "no": -3.0}, {".": -0.2}]
+    ((path, body),) = server.requests
+    assert path == "/v1/chat/completions" and server.keys == ["Bearer secret"]
+    assert (body["model"], body["temperature"]) == ("m", 0)
+    picture, text = body["messages"][0]["content"]
+    assert body["messages"][0]["role"] == "user" and text == {"type": "text", "text": "Which?"}
+    with Image.open(BytesIO(base64.b64decode(picture["image_url"]["url"].partition("base64,")[2]))) as image:
+        assert image.size == (6, 4) and image.getpixel((0, 0)) == (255, 0, 0)
+    assert client(server)[0].ask("Which?") == "yes" and len(server.requests[1][1]["messages"][0]["content"]) == 1
+
+
+def test_keys_of_the_environment(serve, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    assert api_key("http://localhost:8000/v1") is None and api_key("https://api.example/v1") == "other"
+    server = serve(reply("yes"))
+    client(server, key=None)[0].ask("x")
+    monkeypatch.setenv("TPIPS_API_KEY", "mine")
+    client(server, key=None)[0].ask("x")
+    assert server.keys == [None, "Bearer mine"], "another program's key does not go over plain http"
+
+
+def test_passing_failures_are_tried_again_with_growing_pauses(serve):
+    busy = (503, {"error": "busy"}, {})
+    made, pauses = client(serve(busy, busy, (429, {}, {"Retry-After": "7"}), b"no json", reply("left")), attempts=5)
+    assert made.ask("x") == "left" and pauses == [1, 2, 7, 8] and made.counts == {"retries": 4}
+    made, pauses = client(serve((500, {"error": "broken"}, {"Retry-After": "999"}), (500, b"broken", {})), attempts=2)
+    with pytest.raises(NoAnswer, match=r"did not answer in 2 attempts \(status 500, broken\)"):
+        made.ask("x")
+    assert pauses == [60]
+
+
+def test_time_outs_are_counted(serve):
+    def late() -> dict[str, Any]:
+        time.sleep(0.5)
+        return reply("left")
+
+    made, _ = client(serve(late, reply("right")), timeout=0.15)
+    assert made.ask("x") == "right" and made.counts == {"retries": 1, "time-outs": 1}
+
+
+def test_options_that_a_server_does_not_take_are_left_out(serve):
+    server = serve(
+        (400, {"error": {"message": "logprobs is not supported"}}, {}),
+        (400, {"error": {"message": "Unsupported parameter: 'max_tokens', use 'max_completion_tokens'"}}, {}),
+        reply("right"),
+    )
+    options = {"temperature": 0, "max_tokens": 16, "logprobs": True, "top_logprobs": 20}
+    made, pauses = client(server, options=options)
+    assert [made.ask("x"), made.ask("y")] == ["right", "right"] and pauses == [] and len(server.requests) == 4
+    last = server.requests[-1][1]
+    assert last["temperature"] == 0 and last["max_completion_tokens"] == 16
+    assert not {"max_tokens", "logprobs", "top_logprobs"} & set(last)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, {"error": "bad key"}, {}), "refused the request for 'm' .status 401.*bad key"),
+        ((400, {"error": "no images"}, {}), "status 400.*no images"),
+        (reply(None), "no chat completion"),
+        ({"odd": 1}, "no chat completion"),
+        (b"x" * 1_000_001, "more than 1,000,000 bytes"),
+    ],
+)
+def test_what_cannot_pass_stops_at_once_and_without_the_key(serve, answer, message):
+    server = serve(answer)
+    with pytest.raises(TPIPSError, match=message) as caught:
+        client(server)[0].ask("x")
+    assert not isinstance(caught.value, NoAnswer) and "secret" not in str(caught.value) and len(server.requests) == 1
+
+
+def test_a_redirect_is_not_followed(serve):
+    target = serve(reply("x"))
+    with pytest.raises(TPIPSError, match="status 302"):
+        client(serve((302, {}, {"Location": f"{target.url}/chat/completions"})))[0].ask("x")
+    assert target.requests == []
+
+
+def test_no_server():
+    with pytest.raises(NoAnswer, match="did not answer in 2 attempts"):
+        ChatClient("http://127.0.0.1:9/v1", "m", attempts=2, wait=lambda seconds: None).ask("x")
+
+
+@pytest.mark.parametrize(
+    ("url", "model", "message"),
+    [("ftp://x", "m", "no address"), ("http://", "m", "no address"), ("http://u:p@x/v1", "m", "no address"),
+     ("http://x/v1?a=b", "m", "no address"), ("http://x/v1", " ", "name of a model")],
+)  # fmt: skip
+def test_addresses_and_models_that_are_none(url, model, message):
+    with pytest.raises(TPIPSError, match=message):
+        ChatClient(url, model)

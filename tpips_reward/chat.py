@@ -1,0 +1,228 @@
+"""Chat completions of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, OpenAI ...), with or without an image."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpips_reward.errors import TPIPSError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Where the key may stand. The second is sent over https only, since it is there for other programs.
+KEY_NAMES = ("TPIPS_API_KEY", "OPENAI_API_KEY")
+#: Statuses of a server that may answer later.
+_PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_LONGEST_PAUSE = 60.0
+_MAX_ANSWER = 1_000_000
+#: Options that some servers refuse to take, with those that mean nothing without them.
+_REFUSABLE = {"logprobs": ("logprobs", "top_logprobs"), "top_logprobs": ("top_logprobs",), "temperature": ("temperature",),
+              "max_tokens": ("max_tokens",)}  # fmt: skip
+
+
+class NoAnswer(TPIPSError):
+    """A server that was busy, silent or down in every attempt; another question may still be answered."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A completion.
+
+    Attributes:
+        text: the answer; None where it has another form.
+        positions: for each token of the answer token -> log-probability, that of the answer first, then its alternatives;
+            empty where the server gives none.
+    """
+
+    text: str | None
+    positions: list[dict[str, float]] = field(default_factory=list)
+
+
+class ChatClient:
+    """Chat completions of one model at one address; may be used by several threads.
+
+    Args:
+        url: the part before "/chat/completions", such as http://localhost:8000/v1.
+        model: its name there.
+        key: sent as a bearer token, never printed; default: that of `api_key`.
+        options: further fields of every request, such as {"temperature": 0}. One that the server says it does not take is
+            left out from then on; max_tokens becomes max_completion_tokens first.
+        timeout: seconds that one answer may take.
+        attempts: requests for one answer, at most; a server that is busy or silent is asked again, after the seconds that it
+            asks for, or after 1, 2, 4 ... s.
+        wait: sleeps; for tests.
+
+    Attributes:
+        counts: how many "retries" and "time-outs" there were.
+
+    Raises:
+        TPIPSError: an address or a model that is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        key: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        timeout: float = 120.0,
+        attempts: int = 4,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+            raise TPIPSError(f"{url!r} is no address of an endpoint; give one such as http://localhost:8000/v1.")
+        if not model.strip():
+            raise TPIPSError(f"The endpoint {url} needs the name of a model.")
+        self.url, self.model = url.rstrip("/") + "/chat/completions", model.strip()
+        self.timeout, self.attempts, self.wait = timeout, attempts, wait
+        self.counts: Counter[str] = Counter()
+        self._key = api_key(url) if key is None else key
+        self._options: dict[str, Any] = dict(options or {})
+        self._lock = threading.Lock()
+
+    def ask(self, question: str, image: Image | None = None) -> str:
+        """The answer to a question, about an image where one is given.
+
+        Raises:
+            NoAnswer: as `complete`.
+            TPIPSError: as `complete`, or the answer has no text.
+        """
+        text = self.complete(question, image).text
+        if text is None:
+            raise TPIPSError(f"{self.url} answered something that is no chat completion; check the address.")
+        return text
+
+    def complete(self, question: str, image: Image | None = None) -> Reply:
+        """The answer with what the server says beside it. The image is sent as a PNG.
+
+        Raises:
+            NoAnswer: all attempts failed for a passing reason.
+            TPIPSError: the server refuses (wrong key, unknown model), or answers without end.
+        """
+        content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+        if image is not None:
+            content.insert(0, {"type": "image_url", "image_url": {"url": _data_uri(image)}})
+        why, tried = "", 0
+        while True:
+            with self._lock:
+                options = dict(self._options)
+            try:
+                return _read(self._post({"model": self.model, "messages": [{"role": "user", "content": content}], **options}))
+            except urllib.error.HTTPError as error:
+                said = _said(error)
+                why = f"status {error.code}, {said}"
+                if error.code in (400, 422) and self._drop_option(said, options):
+                    continue
+                if error.code not in _PASSING:
+                    raise TPIPSError(
+                        f"{self.url} refused the request for {self.model!r} ({why}); check the address, the model, and the "
+                        f"key in {KEY_NAMES[0]}."
+                    ) from None
+                pause = _pause(error.headers.get("Retry-After"), tried)
+            except (OSError, http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
+                late = any(isinstance(cause, TimeoutError) for cause in (error, getattr(error, "reason", None)))
+                if late:
+                    self._count("time-outs")
+                said = " ".join(str(getattr(error, "reason", error)).split())[:300]
+                why = f"none within {self.timeout:g} s" if late else said or type(error).__name__
+                pause = _pause(None, tried)
+            tried += 1
+            if tried >= self.attempts:
+                raise NoAnswer(f"{self.url} did not answer in {tried} attempts ({why}); is the server running?")
+            self._count("retries")
+            self.wait(pause)
+
+    def _post(self, body: Mapping[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers, method="POST")
+        with _OPENER.open(request, timeout=self.timeout) as response:
+            answer: bytes = response.read(_MAX_ANSWER + 1)
+        if len(answer) > _MAX_ANSWER:
+            raise TPIPSError(f"{self.url} answered more than {_MAX_ANSWER:,} bytes; check the address.")
+        return json.loads(answer)
+
+    def _drop_option(self, said: str, sent: Mapping[str, Any]) -> bool:
+        """Leaves out what the server says it does not take; False where it names nothing of that kind."""
+        for name, dropped in _REFUSABLE.items():
+            if name in sent and name in said:
+                with self._lock:
+                    for other in dropped:
+                        self._options.pop(other, None)
+                    if name == "max_tokens":
+                        self._options["max_completion_tokens"] = sent[name]
+                return True
+        return False
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key and the image to another server."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+def api_key(url: str) -> str | None:
+    """The key that the environment has for an address: TPIPS_API_KEY, or OPENAI_API_KEY where it would be encrypted."""
+    encrypted = urllib.parse.urlsplit(url).scheme == "https"
+    return os.environ.get(KEY_NAMES[0]) or (os.environ.get(KEY_NAMES[1]) if encrypted else None)
+
+
+def _read(answer: Any) -> Reply:
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        return Reply(None)
+    try:
+        tokens = choice["logprobs"]["content"]
+        positions = [{token["token"]: float(token["logprob"])} for token in tokens]
+        for own, token in zip(positions, tokens, strict=True):
+            for other in token.get("top_logprobs") or []:
+                own.setdefault(other["token"], float(other["logprob"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        positions = []
+    if any(not logprob <= 1e-6 for own in positions for logprob in own.values()):
+        positions = []  # NaN, or no log-probabilities at all
+    return Reply(text if isinstance(text, str) else None, positions)
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    try:
+        return " ".join(error.read(4096).decode("utf-8", "replace").split())[:300] or str(error.reason)
+    except OSError:
+        return str(error.reason)
+
+
+def _pause(wanted: str | None, tried: int) -> float:
+    try:
+        return min(max(float(wanted or ""), 0.0), _LONGEST_PAUSE)
+    except ValueError:
+        return min(2.0**tried, _LONGEST_PAUSE)
+
+
+def _data_uri(image: Image) -> str:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
