@@ -23,6 +23,7 @@ from tpips_reward.cli import main
 from tpips_reward.search.index import probe, write_index
 from tpips_reward.serving.errors import RequestError
 from tpips_reward.serving.items import Item, Scored
+from tpips_reward.serving.limits import Limits
 from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess, shown_name
 
 
@@ -87,14 +88,15 @@ def test_a_worker_that_is_killed_while_it_scores(worker):
     """Through the whole server: the batch is scored by the next process."""
     if not worker.is_alive:
         worker.start()
-    with running([worker]) as address, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(httpx.post, f"{address}/score", json=request_of(2, preserve=["slow"]), timeout=120)
+    limits = Limits(batch=1, wait_seconds=0.002)  # one slow item after the other, so that the end comes among them
+    with running([worker], limits=limits) as address, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(httpx.post, f"{address}/score", json=request_of(8, preserve=["slow"]), timeout=120)
         while "tpips_reward_queued_items 0.0" in httpx.get(f"{address}/metrics").text:
             pass
         process_of_worker().kill()
         rows = call.result().json()["results"]
         assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
-    assert [row["score"] for row in rows] == pytest.approx(expected_scores(2, preserve=["slow"]))
+    assert [row["score"] for row in rows] == pytest.approx(expected_scores(8, preserve=["slow"]))
     assert not worker.is_alive  # ended with the server
 
 

@@ -119,7 +119,9 @@ class _Service:
         """A balancer asks without a token and needs the status; the rest is for those who have it."""
         ready = self.batcher.is_ready
         content: dict[str, Any] = {"status": "ok" if ready else "unavailable"}
-        if "authorization" in request.headers or self.token is None:
+        if self.token is not None and "authorization" not in request.headers:
+            content["token"] = "required"
+        else:
             try:
                 self.authorize(request)
             except RequestError as error:

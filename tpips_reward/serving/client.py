@@ -104,7 +104,7 @@ class RemoteReward:
             RemoteRewardError: it cannot be reached, or is no server of this reward.
         """
         answer = self._ask("GET", "/health")
-        if set(answer) == {"status"}:
+        if answer.get("token") == "required":
             raise RemoteRewardError(f"{self.address} refuses: 401 it wants a token; give it in token= or ${TOKEN_VARIABLE}.")
         if not isinstance(answer.get("reward"), str) or not isinstance(answer.get("limits"), dict):
             raise RemoteRewardError(f"{self.address}/health is no tpips-reward server: {str(answer)[:200]}.")
