@@ -341,7 +341,8 @@ def test_the_token():
 def test_what_a_server_with_a_token_tells_others():
     """A balancer sees whether it can score, and nothing else; there is no schema to read."""
     with served(token="secret") as client:
-        assert client.get("/health").status_code == 200 and client.get("/health").json() == {"status": "ok", "token": "required"}
+        health = client.get("/health")
+        assert health.status_code == 200 and health.json() == {"status": "ok", "token": "required"}
         assert_error(client.get("/health", headers={"Authorization": "Bearer wrong"}), 401, "unauthorized")
         assert client.get("/health", headers={"Authorization": "Bearer secret"}).json()["metric"] == "trouble"
         for path in ("/openapi.json", "/docs", "/redoc"):

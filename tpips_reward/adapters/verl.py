@@ -1,8 +1,9 @@
 """verl and verl-omni: `compute_score(..., ground_truth, extra_info) -> {"score": float}`, one sample a call, by keyword.
 
 verl-omni passes the image that its model made as `solution_image`; verl the text that its model wrote, as `solution_str`,
-of which `to_image` makes the edit. The trainer does not pass the source image: put it in `extra_info` ("source_img", as verl-omni's own edit reward has it).
-Calls come one sample at a time and from several threads; with a `RemoteReward` the server makes batches of them.
+of which `to_image` makes the edit. The trainer does not pass the source image: put it in `extra_info` ("source_img", as
+verl-omni's own edit reward has it). Calls come one sample at a time and from several threads; with a `RemoteReward` the
+server makes batches of them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ class Connection(H11Protocol):
 
     def _replace_one(self) -> bool:
         """Ends the connection that only waits for its client and would have ended next; False where there is none."""
-        timers = {other: other._deadline or other.timeout_keep_alive_task for other in self.connections if type(other) is type(self)}
+        ours = [other for other in self.connections if type(other) is type(self)]
+        timers = {other: other._deadline or other.timeout_keep_alive_task for other in ours}
         ends = {other: timer.when() for other, timer in timers.items() if timer is not None}
         if not ends:
             return False
