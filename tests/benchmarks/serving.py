@@ -144,7 +144,7 @@ def faults(options: argparse.Namespace) -> None:
     counts: Counter[str] = Counter()
     taken: list[float] = []
     stop = threading.Event()
-    with server("--metric", options.metric, "--body-timeout", "5") as (address, process):
+    with server("--metric", options.metric, "--body-timeout", "5", "--head-timeout", "3") as (address, process):
         remote = RemoteReward(f"remote:{address}", timeout=300, patience=600)
         remote(**work[0])
 
@@ -176,7 +176,7 @@ def faults(options: argparse.Namespace) -> None:
 
         threads = [threading.Thread(target=client, args=(number,)) for number in range(options.clients)]
         strangers = [threading.Thread(target=killer)]
-        for act in (slow_client, garbage, bad_requests, hang_up):
+        for act in (slow_client, half_head, garbage, bad_requests, hang_up):
             strangers.append(threading.Thread(target=repeat, args=(act, address, stop, counts)))
         for thread in [*threads, *strangers]:
             thread.start()
@@ -233,10 +233,21 @@ def slow_client(address: str) -> str | None:
 
 
 def garbage(address: str) -> str | None:
-    """Bytes that are no HTTP."""
+    """Bytes that are no HTTP: 400 as JSON."""
     with connect(address) as line:
-        line.sendall(random.randbytes(2000))
-    return None
+        line.sendall(b"\0" + random.randbytes(2000))
+        answer = line.recv(4096)
+    return None if b" 400 " in answer and b'"bad_http"' in answer else f"expected 400 as JSON, got {answer[:80]!r}"
+
+
+def half_head(address: str) -> str | None:
+    """The head of a request, a byte now and then: 408."""
+    with connect(address) as line:
+        for byte in b"POST /score":
+            line.sendall(bytes([byte]))
+            time.sleep(0.1)
+        answer = line.recv(4096)
+    return None if b" 408 " in answer and b'"too_slow"' in answer else f"expected 408 as JSON, got {answer[:80]!r}"
 
 
 def bad_requests(address: str) -> str | None:

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import uvicorn
 from fake_metrics import RegionMetric
 from PIL import Image
 
 from tpips_reward.images import to_tensors
 from tpips_reward.serving.app import create_app
+from tpips_reward.serving.connections import http_server
 from tpips_reward.serving.items import Answer, Item
 from tpips_reward.serving.limits import Limits
 from tpips_reward.serving.worker import MetricRewards, WorkerDied, score_items
@@ -61,7 +61,7 @@ class LocalWorker:
         self.starts += 1
         if self.starts_that_fail:
             self.starts_that_fail -= 1
-            raise WorkerDied("no start")
+            raise WorkerDied("/srv/metric cannot be read")
 
     def score(self, items: Sequence[Item]) -> list[Answer]:
         self.gate.wait(20)
@@ -79,8 +79,7 @@ class LocalWorker:
 def running(workers: Sequence[Any], **options: Any) -> Iterator[str]:
     """A server on a port of its own, in a thread; its address."""
     limits = options.pop("limits", Limits(wait_seconds=0.002))
-    config = uvicorn.Config(create_app(workers, limits=limits, **options), port=0, log_level="error", access_log=False)
-    server = uvicorn.Server(config)
+    server = http_server(create_app(workers, limits=limits, **options), limits, port=0)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

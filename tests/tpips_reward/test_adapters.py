@@ -169,33 +169,62 @@ def test_trls_own_trainer_trains_with_it(reward, parity, tmp_path, monkeypatch):
 # --- the flow_grpo family, with PaCo-RL
 
 
-def multi_score(device: str, score_dict: dict[str, float], factories: dict[str, Any]) -> Any:
-    """As the family combines its scores: factories by name, called with the device; weighted sums."""
-    functions = {name: factories[name](device) for name in score_dict}
+def multi_score(device: str, score_dict: dict[str, float], factories: dict[str, Any], with_sources: tuple[str, ...]) -> Any:
+    """As flow_grpo's own (yifan123/flow_grpo at 94e23ee, flow_grpo/rewards.py; Edit-R1's at 244883c is alike).
 
-    def score(images: Any, prompts: list[str], metadata: list[dict[str, Any]], ref_images: Any = None) -> Any:
-        total = np.zeros(len(prompts))
+    It looks into the factory's code for `device`, multiplies scores one by one, and passes `ref_images` only to the
+    scores of its own branches, as the branch is that docs/integrations.md adds.
+    """
+    functions = {
+        name: factories[name](device) if "device" in factories[name].__code__.co_varnames else factories[name]()
+        for name in score_dict
+    }
+
+    def score(images: Any, prompts: Any, metadata: Any, ref_images: Any = None, only_strict: bool = True) -> Any:
+        total: list[Any] = []
+        all_scores = {}
         for name, weight in score_dict.items():
-            scores, details = functions[name](images, prompts, metadata, ref_images)
-            assert isinstance(details, dict)
-            total = total + weight * np.asarray(scores)
-        return total
+            sources = (ref_images,) if name in with_sources else ()
+            scores, _ = functions[name](images, prompts, metadata, *sources)
+            all_scores[name] = scores
+            weighted = [weight * one for one in scores]
+            total = weighted if not total else [a + b for a, b in zip(total, weighted, strict=True)]
+        return {**all_scores, "avg": total}, {}
 
     return score
 
 
 def test_flow_grpo_takes_all_its_kinds_of_images(reward, expected):
-    score = multi_score("cpu", {"tpips": 1.0}, {"tpips": score_factory(reward)})
+    score = multi_score("cpu", {"tpips": 1.0}, {"tpips": score_factory(reward)}, ("tpips",))
     arrays = np.stack([np.array(edit) for edit in EDITS])
     tensors = torch.from_numpy(arrays).permute(0, 3, 1, 2) / 255
     refs = torch.stack([torch.from_numpy(np.array(s)).permute(2, 0, 1) / 255 for s in SOURCES])
     for images in (EDITS, arrays, tensors):
-        assert score(images, PROMPTS, ROWS, refs).tolist() == expected
-    assert score(EDITS, tuple(PROMPTS), ROWS, SOURCES).tolist() == expected
-    half = multi_score(
-        "cpu", {"tpips": 0.5, "more": 0.5}, {"tpips": score_factory(reward), "more": score_factory(reward)}
-    )
-    assert half(EDITS, PROMPTS, ROWS, SOURCES).tolist() == expected
+        assert score(images, PROMPTS, ROWS, refs)[0]["avg"] == expected
+    assert score(EDITS, tuple(PROMPTS), tuple(ROWS), SOURCES)[0]["avg"] == expected
+    both = {"tpips": score_factory(reward), "more": score_factory(reward)}
+    half = multi_score("cpu", {"tpips": 0.5, "more": 0.5}, both, ("tpips", "more"))
+    assert half(EDITS, PROMPTS, ROWS, SOURCES)[0]["avg"] == expected
+
+
+def test_flow_grpo_without_its_branch_stops(reward):
+    """The metadata of its edit sets name the source's file, which is no image."""
+    score = multi_score("cpu", {"tpips": 1.0}, {"tpips": score_factory(reward)}, ())
+    rows = [{**row, "image": "images/1.png"} for row in ROWS]
+    with pytest.raises(TPIPSError, match="Sample 0 has no source image"):
+        score(EDITS, PROMPTS, rows, SOURCES)
+
+
+def test_paco_rls_own_way_to_call(reward, expected):
+    """As X-GenGroup/PaCo-RL at 08caac6 does it: named options that the factory takes, PIL images, sources in the metadata."""
+    factory = score_factory(reward)
+    given = {"device": "cpu", "port": 8000}
+    function = factory(**{name: value for name, value in given.items() if name in inspect.signature(factory).parameters})
+    metadata = [dict(row) for row in ROWS]
+    for row, source in zip(metadata, SOURCES, strict=True):
+        row["ref_image"] = source
+    scores, details = function(EDITS, PROMPTS, metadata)
+    assert isinstance(scores, np.ndarray) and scores.tolist() == expected and details == {}
 
 
 @pytest.mark.parametrize("key", ["ref_image", "image", "source"])
@@ -216,7 +245,7 @@ def test_flow_grpo_loads_the_reward_on_the_trainers_device(parity):
         score_function(TPIPSReward(metric=TroubleMetric()))(EDITS, PROMPTS, ROWS[:1])
 
 
-# --- Flow-Factory
+# --- Flow-Factory: X-GenGroup/Flow-Factory at a0b2bc5 (0.1.0); test_adapters_installed.py asks its own classes
 
 
 @dataclass
@@ -243,8 +272,10 @@ class PointwiseRewardModel:
 
 
 def filtered(model: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are chosen by the names of parameters, as the trainer does it."""
-    return {name: fields[name] for name in inspect.signature(model.__call__).parameters if name in fields}
+    """Arguments are chosen by the names of parameters, as the trainer does it; **kwargs would take every field."""
+    parameters = inspect.signature(model.__call__).parameters
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: fields[name] for name in parameters if name in fields}
 
 
 def test_flow_factory_makes_and_calls_the_model(parity):
@@ -274,11 +305,12 @@ def test_flow_factory_with_a_server():
     torch.testing.assert_close(answer.rewards, wanted.scores)
 
 
-# --- verl, verl-omni
+# --- verl, verl-omni: verl-project/verl-omni at a1139ba, which needs vLLM-Omni and so a GPU; verl 0.9.1, whose own manager
+# --- test_adapters_installed.py asks
 
 
 def verl_calls(function: Any, info: list[dict[str, Any]]) -> list[Any]:
-    """As the visual reward manager does: single samples, a plain function in threads of an event loop."""
+    """As verl-omni's VisualRewardManager does: single samples, a plain function in threads of an event loop."""
 
     async def run_all() -> list[Any]:
         loop = asyncio.get_running_loop()
@@ -292,7 +324,10 @@ def verl_calls(function: Any, info: list[dict[str, Any]]) -> list[Any]:
 
         return list(await asyncio.gather(*(loop.run_in_executor(None, one, index) for index in range(len(EDITS)))))
 
-    return asyncio.run(run_all())
+    answers = asyncio.run(run_all())
+    for name in answers[0]:  # the reward loop makes a column of each name that the first sample has
+        np.array([answer[name] for answer in answers])
+    return answers
 
 
 def test_verl_scores_single_samples_from_threads(reward, expected):
@@ -300,6 +335,9 @@ def test_verl_scores_single_samples_from_threads(reward, expected):
     answers = verl_calls(compute_score_function(reward), info)
     assert [answer["score"] for answer in answers] == expected
     assert all(isinstance(value, float) for answer in answers for value in answer.values())
+    ungated = [{**row, "target": [] if n else row["target"]} for n, row in enumerate(info)]
+    ungated[1]["preserve"] = ungated[2]["preserve"] = ["background"]
+    assert [np.isnan(answer["gate"]) for answer in verl_calls(compute_score_function(reward), ungated)] == [False, True, True]
     stored = [{**row, "source_img": {"bytes": encoded(row["source_img"]), "path": None}} for row in info]
     assert [answer["score"] for answer in verl_calls(compute_score_function(reward), stored)] == expected
 
@@ -319,13 +357,16 @@ def test_verl_without_a_source_stops(reward):
         function(EDITS[0], "make it red", {})
     with pytest.raises(TPIPSError, match="no bytes"):
         function(EDITS[0], "make it red", {"source_img": {"path": "/x.png"}})
+    with pytest.raises(TPIPSError, match="to_image"):
+        function(data_source="edits", solution_str="a text", ground_truth="", extra_info={"source_img": SOURCES[0]})
     answer = function(
         torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "make it red", {"source_img": SOURCES[0], "target_img": SOURCES[1]}
     )
     assert set(answer) >= {"score", "preserve"}
 
 
-# --- UniRL: the client's half of the wire format, as its remote backend speaks it
+# --- UniRL: the client's half of the wire format, as its remote backend speaks it (Tencent-Hunyuan/UniRL; at 1a7b501 without
+# --- identities); test_adapters_installed.py asks the backend itself
 
 
 def test_unirls_remote_backend_gets_its_rewards():

@@ -220,7 +220,7 @@ BAD_ITEMS = [
     ({"preserve": []}, 422, "no preserve aspects"),
     ({"preserve": ["x" * 201]}, 422, "201 letters"),
     ({"preserve": [f"aspect {n}" for n in range(33)]}, 422, "34 aspects"),
-    ({"preserve": ["explode"]}, 500, "out of memory"),
+    ({"preserve": ["explode"]}, 500, "The server's log has the reason as error"),
     ({"preserve": ["nan"]}, 422, "no score is made of it"),
     ({"image": 7}, 422, "names image 7"),
     ({"source": -1}, 422, "names image -1"),
@@ -335,7 +335,44 @@ def test_the_token():
                 assert response.headers["WWW-Authenticate"] == "Bearer"
         good = {"Authorization": "Bearer secret"}
         assert client.post("/score", json=request_of(), headers=good).status_code == 200
-        assert client.get("/metrics", headers=good).status_code == 200 and client.get("/health").status_code == 200
+        assert client.get("/metrics", headers=good).status_code == 200
+
+
+def test_what_a_server_with_a_token_tells_others():
+    """A balancer sees whether it can score, and nothing else; there is no schema to read."""
+    with served(token="secret") as client:
+        health = client.get("/health")
+        assert health.status_code == 200 and health.json() == {"status": "ok", "token": "required"}
+        assert_error(client.get("/health", headers={"Authorization": "Bearer wrong"}), 401, "unauthorized")
+        assert client.get("/health", headers={"Authorization": "Bearer secret"}).json()["metric"] == "trouble"
+        for path in ("/openapi.json", "/docs", "/redoc"):
+            for headers in ({}, {"Authorization": "Bearer secret"}):
+                assert_error(client.get(path, headers=headers), 404, "not_found")
+    with served() as client:
+        assert client.get("/openapi.json").status_code == 200 and client.get("/health").json()["metric"] == "trouble"
+
+
+SECRET = "/srv/models/private/model.safetensors"
+
+
+def test_the_text_of_an_exception_stays_on_the_server(monkeypatch, caplog):
+    """Of a reward, of a route and of the server itself: clients get an id, the log has the rest."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError(f"cannot read {SECRET}")
+
+    with TestClient(create_app([LocalWorker()]), raise_server_exceptions=False) as client:
+        places = ["serving_workers.TroubleMetric.similarity_pairs", "tpips_reward.serving.app.parse_score",
+                  "tpips_reward.serving.app.served_rewards"]  # fmt: skip
+        for place in places:
+            with monkeypatch.context() as patch:
+                patch.setattr(place, broken)
+                answer = client.get("/health") if "served" in place else client.post("/score", json=request_of(1))
+            assert_error(answer, 500, "failed", "error ")
+            assert SECRET not in answer.text and "OSError" not in answer.text
+            number = answer.json()["error"]["message"].rstrip(".").split()[-1]
+            (record,) = [record for record in caplog.records if number in record.getMessage()]
+            assert record.exc_info is not None and SECRET in str(record.exc_info[1])
 
 
 @pytest.mark.parametrize("options", [{"reward": "tpips:best"}, {"token": " "}])

@@ -193,7 +193,7 @@ def test_answers_that_are_none(body):
 
 
 def test_an_error_of_one_item_names_it(address):
-    with pytest.raises(RemoteRewardError, match="sample 1: .*out of memory"):
+    with pytest.raises(RemoteRewardError, match="sample 1: The reward failed on this item"):
         RemoteReward(address)(EDITS, SOURCE, [["lighting"], ["explode"], ["lighting"]])
 
 
@@ -208,8 +208,9 @@ def test_another_server_at_that_address():
 
 def test_the_token(monkeypatch):
     with running([LocalWorker()], token="secret") as url:
-        with pytest.raises(RemoteRewardError, match="401"):
-            ask(f"remote:{url}")
+        for token in (None, "wrong"):
+            with pytest.raises(RemoteRewardError, match="401"):
+                ask(f"remote:{url}", token=token)
         assert len(ask(f"remote:{url}", token="secret")) == 1
         monkeypatch.setenv("TPIPS_REWARD_TOKEN", "secret")
         assert len(ask(f"remote:{url}")) == 1

@@ -23,7 +23,8 @@ from tpips_reward.cli import main
 from tpips_reward.search.index import probe, write_index
 from tpips_reward.serving.errors import RequestError
 from tpips_reward.serving.items import Item, Scored
-from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess
+from tpips_reward.serving.limits import Limits
+from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess, shown_name
 
 
 def process_of_worker() -> psutil.Process:
@@ -44,10 +45,14 @@ def worker() -> Iterator[WorkerProcess]:
     worker.stop()
 
 
-def test_errors_come_back_whole(worker):
+def test_errors_come_back_whole(worker, capfd):
+    worker.start()  # again, so that its process writes to where this test reads
     good, bad = worker.score([item(), item("explode")])
     assert isinstance(good, Scored) and isinstance(bad, RequestError)
-    assert (bad.status, bad.kind) == (500, "failed") and "out of memory" in str(bad)
+    assert (bad.status, bad.kind) == (500, "failed") and "out of memory" not in str(bad)
+    number = str(bad).rstrip(".").split()[-1]
+    logged = capfd.readouterr().err  # the worker's own process writes it
+    assert f"error {number}" in logged and "RuntimeError: out of memory" in logged
 
 
 def test_a_killed_worker_says_so_and_starts_again(worker):
@@ -83,14 +88,15 @@ def test_a_worker_that_is_killed_while_it_scores(worker):
     """Through the whole server: the batch is scored by the next process."""
     if not worker.is_alive:
         worker.start()
-    with running([worker]) as address, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(httpx.post, f"{address}/score", json=request_of(2, preserve=["slow"]), timeout=120)
+    limits = Limits(batch=1, wait_seconds=0.002)  # one slow item after the other, so that the end comes among them
+    with running([worker], limits=limits) as address, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(httpx.post, f"{address}/score", json=request_of(8, preserve=["slow"]), timeout=120)
         while "tpips_reward_queued_items 0.0" in httpx.get(f"{address}/metrics").text:
             pass
         process_of_worker().kill()
         rows = call.result().json()["results"]
         assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
-    assert [row["score"] for row in rows] == pytest.approx(expected_scores(2, preserve=["slow"]))
+    assert [row["score"] for row in rows] == pytest.approx(expected_scores(8, preserve=["slow"]))
     assert not worker.is_alive  # ended with the server
 
 
@@ -188,9 +194,19 @@ def test_a_token_file_without_a_token(capsys, tmp_path):
     assert "holds no token" in capsys.readouterr().err
 
 
+def test_names_of_metrics_that_clients_may_know(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "metric").mkdir(parents=True)
+    for name in ("builtin:late", "released:mid", "owner/name"):
+        assert shown_name(name) == name
+    for path in ("runs/metric", "./runs/metric", str(tmp_path / "runs" / "metric"), "/gone/metric", "~/gone/metric"):
+        assert shown_name(path) == "metric"
+
+
 def test_the_worker_loads_what_it_is_told(parity):
     rewards = RewardSource(str(parity / "embedding"), device="cpu", gate="none")()
     assert rewards.facts["fusion"] == "late" and json.dumps(rewards.facts)
+    assert rewards.facts["metric"] == "embedding"  # not where it lies
     out = rewards.of("tpips:preserve")([picture(1, 64)], picture(0, 64), ["lighting"], ["color"])
     assert out.scores.item() == pytest.approx(out.terms["preserve"].item())
     assert rewards.of("tpips:edit") is rewards.of("tpips:edit")

@@ -29,6 +29,7 @@ def reward_model(pointwise: type, output: type) -> type:
         TPIPS = reward_model(PointwiseRewardModel, RewardModelOutput)   # reward_model: "my_rewards.TPIPS"
     """
 
+    # The trainer gathers the fields that __call__ names, and with **kwargs all of a sample, its latents among them.
     class TPIPSRewardModel(pointwise):
         required_fields = ("prompt", "image", "condition_images")
         use_tensor_inputs = False
@@ -48,7 +49,6 @@ def reward_model(pointwise: type, output: type) -> type:
             image: Sequence[Any] | None = None,
             condition_images: Sequence[Sequence[Any]] | None = None,
             metadata: Sequence[str] | None = None,
-            **kwargs: Any,
         ) -> Any:
             if image is None or condition_images is None:
                 raise TPIPSError("An edit needs image and condition_images; this reward scores images and no videos.")

@@ -1,7 +1,8 @@
 """The flow_grpo family (flow_grpo, DanceGRPO, DiffusionNFT, Edit-R1, ddpo-pytorch, PaCo-RL, TRL's former DDPO trainer).
 
 A score is a factory `name(device)` whose function takes `(images, prompts, metadata)` and answers `(scores, {})`. The
-source of an edit is in `ref_images`, or in a sample's metadata.
+source of an edit is in `ref_images`, or in a sample's metadata. flow_grpo and Edit-R1 pass `ref_images` only to scores that
+their `multi_score` names, so that it needs a line for ours; PaCo-RL puts the sources into the metadata.
 """
 
 from __future__ import annotations
@@ -67,4 +68,5 @@ def score_function(reward: RewardCall, preserve: Sequence[str] = (), target: Seq
 
 
 def _source(row: Mapping[str, Any]) -> Any:
-    return next((row[key] for key in SOURCE_KEYS if row.get(key) is not None), None)
+    """The source in a sample's metadata. A text there is the name of a file, as flow_grpo's data sets have it: no image."""
+    return next((row[key] for key in SOURCE_KEYS if row.get(key) is not None and not isinstance(row[key], str)), None)

@@ -1,7 +1,9 @@
-"""verl and verl-omni: `compute_score(solution_image, ground_truth, ...) -> {"score": float}`, one sample a call.
+"""verl and verl-omni: `compute_score(..., ground_truth, extra_info) -> {"score": float}`, one sample a call, by keyword.
 
-The trainer does not pass the source image: put it in `extra_info` ("source_img", as verl-omni's own edit reward has it).
-Calls come one sample at a time and from several threads; with a `RemoteReward` the server makes batches of them.
+verl-omni passes the image that its model made as `solution_image`; verl the text that its model wrote, as `solution_str`,
+of which `to_image` makes the edit. The trainer does not pass the source image: put it in `extra_info` ("source_img", as
+verl-omni's own edit reward has it). Calls come one sample at a time and from several threads; with a `RemoteReward` the
+server makes batches of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ def compute_score_function(
     reward: str | RewardCall = "tpips:preserve",
     preserve: Sequence[str] = (),
     target: Sequence[str] = (),
+    to_image: Callable[[str, Any], Any] | None = None,
     **options: Any,
 ) -> Callable[..., dict[str, float]]:
     """The function that `reward.custom_reward_function` names.
@@ -29,10 +32,12 @@ def compute_score_function(
     Args:
         reward: for `load_reward`, or a reward that is loaded.
         preserve, target: aspects of samples whose extra_info names none.
+        to_image: for verl, (text, source) -> the edit.
         **options: for `load_reward`.
 
     Returns:
-        A function whose answer holds "score" and the terms of the reward that were measured.
+        A function whose answer holds "score" and the terms of the reward, NaN where one was not measured: verl looks for
+        the same names in all samples of a batch.
     """
     loaded = load_reward(reward, **options) if isinstance(reward, str) else reward
     scorer = EditScorer(loaded, preserve, target)
@@ -40,10 +45,11 @@ def compute_score_function(
     guard = nullcontext() if isinstance(loaded, RemoteReward) else threading.Lock()
 
     def compute_score(
-        solution_image: Any,
+        solution_image: Any = None,
         ground_truth: str | None = None,
         extra_info: Mapping[str, Any] | None = None,
         data_source: str | None = None,
+        solution_str: str | None = None,
         **kwargs: Any,
     ) -> dict[str, float]:
         info = extra_info or {}
@@ -52,13 +58,16 @@ def compute_score_function(
             raise TPIPSError(
                 "extra_info has no 'source_img'; put the image that was edited there when preparing the data."
             )
+        if solution_image is None and solution_str is not None and to_image is not None:
+            solution_image = to_image(solution_str, source)
+        if solution_image is None:
+            raise TPIPSError("The answer is a text; give compute_score_function to_image=, which makes the edit of it.")
         edit = solution_image[0] if getattr(solution_image, "ndim", 3) == 4 else solution_image
         prompt = info.get("instruction") or ground_truth or ""
         ideal = image_of(info.get("target_img"))
         with guard:
             output = scorer([edit], [source], [prompt], [info], None if ideal is None else [ideal])
-        terms = {name: float(values[0]) for name, values in output.terms.items() if not bool(values[0].isnan())}
-        return {"score": float(output.scores[0]), **terms}
+        return {"score": float(output.scores[0]), **{name: float(values[0]) for name, values in output.terms.items()}}
 
     return compute_score
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint
+from tpips_reward.rewards.aspects import AspectsArgument
 from tpips_reward.rewards.gate import Gate
-from tpips_reward.rewards.pairs import Pair, PairTable, image_list, one_each, segment_mean
+from tpips_reward.rewards.pairs import Pair, PairTable, segment_mean
+from tpips_reward.rewards.samples import Samples, check_needed, read_aspects, read_samples
 from tpips_reward.rewards.spec import RewardSpec, parse_reward
 from tpips_reward.rewards.terms import MODES, SampleMeans, Scale
 
@@ -134,9 +135,7 @@ class TPIPSReward:
 
     def requires(self, kind: str) -> bool:
         """Whether every sample must have aspects of this kind ("preserve" or "target")."""
-        if kind not in ("preserve", "target"):
-            raise TPIPSError(f"Aspects are of kind 'preserve' or 'target', not {kind!r}.")
-        return any(kind in MODES[item.mode].needs for item in self.spec.items)
+        return self.spec.requires(kind)
 
     def check_aspects(self, preserve: Sequence[str], target: Sequence[str] = ()) -> None:
         """Refuses what a call would refuse for one sample's aspects; nothing is measured.
@@ -145,11 +144,10 @@ class TPIPSReward:
             TPIPSError: empty, doubled, contradictory or over-long aspects, control tokens in them, or none of a kind that
                 the mode needs.
         """
-        kept, changed = aspect_lists([list(preserve)], 1, "preserve"), aspect_lists([list(target)], 1, "target")
-        self._check_aspects(kept, changed, [None])
+        kept, changed = read_aspects(self.spec, preserve, target)
         check = getattr(self.metric, "check_aspect", None)
         if check is not None:
-            for aspect in [*kept[0], *changed[0]]:
+            for aspect in [*kept, *changed]:
                 check(aspect)
 
     def __call__(
@@ -173,19 +171,10 @@ class TPIPSReward:
             TPIPSError: wrong numbers of images or aspects, aspects that the mode needs and that are missing, empty,
                 doubled or contradictory aspects, and a metric result that is not finite.
         """
-        edits = image_list(images)
-        count = len(edits)
-        if not count:
-            raise TPIPSError("images is empty; a reward needs at least one edit.")
-        sources = one_each(image_list(references), count, "references")
-        ideals = [None] * count
-        if target_images is not None:
-            ideals = one_each(image_list(target_images), count, "target_images")
-        kept = aspect_lists(preserve, count, "preserve")
-        changed = aspect_lists(target, count, "target")
-        self._check_aspects(kept, changed, ideals)
-
-        plan = _plan(sources, ideals, kept, changed)
+        samples = read_samples(images, references, preserve, target, target_images)
+        check_needed(self.spec, samples.kept, samples.changed)
+        edits, count = samples.edits, len(samples.edits)
+        plan = _plan(samples)
         wants_graph = torch.is_grad_enabled() and any(isinstance(e, Tensor) and e.requires_grad for e in edits)
         with torch.set_grad_enabled(wants_graph):
             values = self._measure(edits, plan.table)
@@ -195,22 +184,6 @@ class TPIPSReward:
             for item in self.spec.items:
                 scores = scores + item.weight * parts[item.name]
         return RewardOutput(scores, self._per_aspect(values, plan, count), _log_terms(means, plan, self), parts)
-
-    def _check_aspects(self, kept: list[list[str]], changed: list[list[str]], ideals: list[Any]) -> None:
-        check_disjoint(kept, changed)
-        for kind, lists in (("preserve", kept), ("target", changed)):
-            missing = [index for index, aspects in enumerate(lists) if not aspects]
-            if missing and self.requires(kind):
-                raise TPIPSError(
-                    f"Sample {missing[0]} has no {kind} aspects, which {self.spec} needs; pass {kind}=[[...]] with at "
-                    "least one aspect a sample."
-                )
-        for index, ideal in enumerate(ideals):
-            if ideal is not None and not changed[index]:
-                raise TPIPSError(
-                    f"Sample {index} has a target image and no target aspects; say in target which aspects of the "
-                    "target image count."
-                )
 
     def _measure(self, edits: list[Any], table: PairTable) -> Tensor:
         values = self.metric.similarity_pairs(edits, table.references, table.pairs, value_range=self.value_range)
@@ -255,9 +228,10 @@ class TPIPSReward:
         return answer
 
 
-def _plan(sources: list[Any], ideals: list[Any], kept: list[list[str]], changed: list[list[str]]) -> _Plan:
+def _plan(samples: Samples) -> _Plan:
     plan = _Plan()
-    for sample, (source, ideal) in enumerate(zip(sources, ideals, strict=True)):
+    kept, changed = samples.kept, samples.changed
+    for sample, (source, ideal) in enumerate(zip(samples.sources, samples.ideals, strict=True)):
         if kept[sample] or changed[sample]:
             reference = plan.table.reference(source)
             for role, aspects in (("preserve", kept[sample]), ("target", changed[sample])):

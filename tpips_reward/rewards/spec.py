@@ -36,6 +36,12 @@ class RewardSpec:
             return self.items[0].name
         return ",".join(f"{item.name}={item.weight!r}" for item in self.items)
 
+    def requires(self, kind: str) -> bool:
+        """Whether every sample must have aspects of this kind ("preserve" or "target")."""
+        if kind not in ("preserve", "target"):
+            raise TPIPSError(f"Aspects are of kind 'preserve' or 'target', not {kind!r}.")
+        return any(kind in MODES[item.mode].needs for item in self.items)
+
 
 def parse_reward(text: str | RewardSpec) -> RewardSpec:
     """Parses "family:mode[=weight][,family:mode[=weight]...]"; the weight is 1 where none is written.

@@ -23,7 +23,7 @@ from tpips_reward.rewards.spec import parse_reward
 from tpips_reward.serving.batching import Batcher, Worker
 from tpips_reward.serving.body import Bodies, read_multipart
 from tpips_reward.serving.decoding import decode_image, image_pixels
-from tpips_reward.serving.errors import RequestError, bad_json
+from tpips_reward.serving.errors import RequestError, bad_json, failed
 from tpips_reward.serving.foreign import parse_compute, parse_history, served_rewards
 from tpips_reward.serving.items import Answer, Item, Wanted
 from tpips_reward.serving.limits import Limits
@@ -48,7 +48,8 @@ def create_app(
         workers: started workers; the application ends them when it shuts down.
         reward: for requests that name none.
         limits: see `Limits`.
-        token: what clients must send as `Authorization: Bearer ...`; None asks for none. /health is always open.
+        token: what clients must send as `Authorization: Bearer ...`; None asks for none. With a token, /health tells
+            others only whether a worker can score, and there is no /openapi.json.
 
     Raises:
         TPIPSError: no workers, an unknown reward, or an empty token.
@@ -68,15 +69,17 @@ def create_app(
 
     # the interactive pages of FastAPI would load scripts from elsewhere
     app = FastAPI(
-        title="tpips-reward", version=tpips_reward.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+        title="tpips-reward", version=tpips_reward.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        openapi_url="/openapi.json" if token is None else None,
+    )  # fmt: skip
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _own_error)
     app.state.service = service
 
     @app.get("/health")
-    async def health() -> Response:
-        """What is served, and whether a worker can score: 200 or 503."""
-        return service.health()
+    async def health(request: Request) -> Response:
+        """Whether a worker can score, 200 or 503; and what is served, for those who may ask."""
+        return service.health(request)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -112,16 +115,24 @@ class _Service:
         self.bodies = Bodies(limits)
         self.decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
 
-    def health(self) -> Response:
+    def health(self, request: Request) -> Response:
+        """A balancer asks without a token and needs the status; the rest is for those who have it."""
         ready = self.batcher.is_ready
-        content = {
-            "status": "ok" if ready else "unavailable",
-            "version": tpips_reward.__version__,
-            "reward": self.reward,
-            "rewards": served_rewards(),
-            "limits": {"body_bytes": self.limits.body_bytes, "pixels": self.limits.pixels, "items": self.limits.items},
-            **self.batcher.workers[0].facts,
-        }
+        content: dict[str, Any] = {"status": "ok" if ready else "unavailable"}
+        if self.token is not None and "authorization" not in request.headers:
+            content["token"] = "required"
+        else:
+            try:
+                self.authorize(request)
+            except RequestError as error:
+                return _refusal(error)
+            content |= {
+                "version": tpips_reward.__version__,
+                "reward": self.reward,
+                "rewards": served_rewards(),
+                "limits": {"body_bytes": self.limits.body_bytes, "pixels": self.limits.pixels, "items": self.limits.items},
+                **self.batcher.workers[0].facts,
+            }
         return JSONResponse(content, 200 if ready else 503, headers=None if ready else {"Retry-After": "5"})
 
     def authorize(self, request: Request) -> None:
@@ -144,7 +155,7 @@ class _Service:
         except ClientDisconnect:
             response = _refusal(RequestError(HUNG_UP, "hung_up", "The client is gone."))
         except Exception as error:  # noqa: BLE001 - a mistake of ours must not take the format of errors away
-            response = _refusal(RequestError(500, "failed", f"{type(error).__name__}: {error}"))
+            response = _refusal(failed("The server failed on this request.", error))
         self.metrics.requests.labels(request.url.path, str(response.status_code)).inc()
         self.metrics.answering.labels(request.url.path).observe(time.monotonic() - begin)
         return response
@@ -264,21 +275,12 @@ def _rendered(wanted: Wanted, answers: Sequence[Answer]) -> Response:
     if errors and (len(errors) == len(answers) or not wanted.partial):
         first = errors[0]
         content = {"error": first.to_json(), **(wanted.render(answers) if wanted.partial else {})}
-        return JSONResponse(content, first.status, headers=_headers(first))
+        return JSONResponse(content, first.status, headers=first.headers)
     return JSONResponse(wanted.render(answers))
 
 
 def _refusal(error: RequestError) -> Response:
-    return JSONResponse({"error": error.to_json()}, error.status, headers=_headers(error))
-
-
-def _headers(error: RequestError) -> dict[str, str]:
-    headers = {}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return headers
+    return JSONResponse({"error": error.to_json()}, error.status, headers=error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -289,3 +291,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         f"{request.method} {request.url.path}: {error.detail}; there are GET /health, /metrics, POST /score, /compute."
     )
     return _refusal(RequestError(error.status_code, kind, message))
+
+
+async def _own_error(request: Request, error: Exception) -> Response:
+    """A mistake of ours outside of the scoring routes."""
+    return _refusal(failed("The server failed on this request.", error))

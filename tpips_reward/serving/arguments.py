@@ -27,6 +27,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-batch", type=int, default=32, help="items in one call of the reward (default: 32)")
     command.add_argument("--max-queue", type=int, default=1024, help="items that may wait (default: 1024)")
     command.add_argument("--batch-wait-ms", type=float, default=5, help="for a batch to fill (default: 5)")
+    command.add_argument("--max-connections", type=int, default=512, help="open at one time (default: 512)")
+    command.add_argument("--head-timeout", type=float, default=10,
+                         help="seconds for a client to send the head of a request (default: 10)")  # fmt: skip
     command.add_argument("--body-timeout", type=float, default=30, help="seconds for a client to send (default: 30)")
     command.add_argument("--score-timeout", type=float, default=300,
                          help="seconds for a batch before the worker is replaced (default: 300)")  # fmt: skip

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.serving.errors import RequestError, busy, too_large, unavailable
+from tpips_reward.serving.errors import RequestError, busy, failed, too_large, unavailable
 from tpips_reward.serving.items import Answer, Item
 from tpips_reward.serving.limits import Limits
 from tpips_reward.serving.metrics import ServerMetrics
@@ -207,8 +207,7 @@ class Batcher:
         for job in reversed(jobs):
             job.deaths += 1
             if job.deaths > DEATHS_OF_AN_ITEM:
-                message = f"The worker died each time that this item was scored ({why})."
-                self._answer(job, RequestError(500, "failed", message))
+                self._answer(job, failed("The worker died each time that this item was scored.", why))
             else:
                 self._pending.appendleft(job)
 
@@ -223,7 +222,7 @@ class Batcher:
                 break
             except (TPIPSError, WorkerDied) as error:
                 if self._ready == 0 and (attempt >= FAILED_STARTS or self._closing):
-                    self._give_up(f"The worker cannot be started again: {error}")
+                    self._give_up(error)
                 if self._closing:
                     return False
                 await asyncio.sleep(min(LONGEST_PAUSE, 2.0**attempt))
@@ -232,6 +231,9 @@ class Batcher:
         self.metrics.workers.set(self._ready)
         return True
 
-    def _give_up(self, message: str) -> None:
-        while self._pending:
-            self._answer(self._pending.popleft(), unavailable(message, LONGEST_PAUSE))
+    def _give_up(self, cause: Exception) -> None:
+        """Tells the items that wait that no worker can score them, all with one error."""
+        if self._pending:
+            error = failed("The worker cannot be started again.", cause, 503, LONGEST_PAUSE)
+            while self._pending:
+                self._answer(self._pending.popleft(), error)

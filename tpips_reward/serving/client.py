@@ -26,11 +26,10 @@ from torch import Tensor
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.images import to_tensors
-from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint
-from tpips_reward.rewards.pairs import image_list, one_each
+from tpips_reward.rewards.aspects import AspectsArgument
 from tpips_reward.rewards.reward import RewardOutput
-from tpips_reward.rewards.spec import parse_reward
-from tpips_reward.rewards.terms import MODES
+from tpips_reward.rewards.samples import read_aspects, read_samples
+from tpips_reward.rewards.spec import RewardSpec, parse_reward
 
 PREFIX = "remote:"
 TOKEN_VARIABLE = "TPIPS_REWARD_TOKEN"
@@ -105,20 +104,20 @@ class RemoteReward:
             RemoteRewardError: it cannot be reached, or is no server of this reward.
         """
         answer = self._ask("GET", "/health")
+        if answer.get("token") == "required":
+            raise RemoteRewardError(f"{self.address} refuses: 401 it wants a token; give it in token= or ${TOKEN_VARIABLE}.")
         if not isinstance(answer.get("reward"), str) or not isinstance(answer.get("limits"), dict):
             raise RemoteRewardError(f"{self.address}/health is no tpips-reward server: {str(answer)[:200]}.")
         return answer
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> RewardSpec:
         """The reward that calls get, as a `RewardSpec`."""
         return parse_reward(self.reward or self.info["reward"])
 
     def requires(self, kind: str) -> bool:
         """Whether every sample must have aspects of this kind ("preserve" or "target")."""
-        if kind not in ("preserve", "target"):
-            raise TPIPSError(f"Aspects are of kind 'preserve' or 'target', not {kind!r}.")
-        return any(kind in MODES[item.mode].needs for item in self.spec.items)
+        return self.spec.requires(kind)
 
     def check_aspects(self, preserve: Sequence[str], target: Sequence[str] = ()) -> None:
         """Refuses aspects that no server would score: empty, doubled, contradictory, or none that the mode needs.
@@ -126,14 +125,7 @@ class RemoteReward:
         Raises:
             TPIPSError: as said.
         """
-        lists = {
-            "preserve": aspect_lists([list(preserve)], 1, "preserve"),
-            "target": aspect_lists([list(target)], 1, "target"),
-        }
-        check_disjoint(lists["preserve"], lists["target"])
-        for kind, names in lists.items():
-            if self.requires(kind) and not names[0]:
-                raise TPIPSError(f"The sample has no {kind} aspects, which {self.spec} needs.")
+        read_aspects(self.spec, preserve, target)
 
     def __call__(
         self,
@@ -149,26 +141,14 @@ class RemoteReward:
             RemoteRewardError: the server cannot be reached in time, refuses, or has an error for any item.
             TPIPSError: images or aspects that are no input, as there; an image that requires grad.
         """
-        edits = image_list(images)
-        count = len(edits)
-        if not count:
-            raise TPIPSError("images is empty; a reward needs at least one edit.")
-        sources = one_each(image_list(references), count, "references")
-        ideals = (
-            [None] * count if target_images is None else one_each(image_list(target_images), count, "target_images")
-        )
-        kept, changed = aspect_lists(preserve, count, "preserve"), aspect_lists(target, count, "target")
-        check_disjoint(kept, changed)
+        samples = read_samples(images, references, preserve, target, target_images)
         table = _Table(self.value_range)
         rows: list[dict[str, Any]] = []
-        for index in range(count):
-            row = {
-                "image": table.add(edits[index], "images", index),
-                "source": table.add(sources[index], "references", index),
-            }
-            if ideals[index] is not None:
-                row["target_image"] = table.add(ideals[index], "target_images", index)
-            rows.append({**row, "preserve": kept[index], "target": changed[index]})
+        for index, (edit, source, ideal) in enumerate(zip(samples.edits, samples.sources, samples.ideals, strict=True)):
+            row = {"image": table.add(edit, "images", index), "source": table.add(source, "references", index)}
+            if ideal is not None:
+                row["target_image"] = table.add(ideal, "target_images", index)
+            rows.append({**row, "preserve": samples.kept[index], "target": samples.changed[index]})
         results: list[dict[str, Any]] = []
         for part in _parts(rows, table.pngs, self.info["limits"]):
             results += self._score(part, table.pngs, first=len(results))

@@ -28,9 +28,9 @@ def run_serve(options: argparse.Namespace) -> None:
     """
     try:
         import fastapi  # noqa: F401
-        import uvicorn
 
         from tpips_reward.serving.app import create_app
+        from tpips_reward.serving.connections import http_server
     except ModuleNotFoundError as error:
         raise TPIPSError(
             f"serve needs {error.name}, which is not installed; pip install 'tpips-reward[serve]'."
@@ -59,7 +59,6 @@ def run_serve(options: argparse.Namespace) -> None:
             except WorkerDied as error:
                 raise TPIPSError(f"The worker ended while it loaded {options.metric!r} ({error}).") from None
         app = create_app(workers, reward=options.reward, limits=limits, token=token)
-        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=30)
         host, port = listener.getsockname()[:2]
         print(f"tpips-reward: {options.reward} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         if token is None and not ipaddress.ip_address(host).is_loopback:
@@ -67,7 +66,7 @@ def run_serve(options: argparse.Namespace) -> None:
         # uvicorn stops at these signals and raises them again when it has ended
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
+        http_server(app, limits).run(sockets=[listener])
     finally:
         listener.close()
         for worker in workers:
@@ -89,8 +88,10 @@ def read_limits(options: argparse.Namespace) -> Limits:
         batch=options.max_batch,
         queue=options.max_queue,
         wait_seconds=options.batch_wait_ms / 1000,
+        head_seconds=options.head_timeout,
         body_seconds=options.body_timeout,
         score_seconds=options.score_timeout,
+        connections=options.max_connections,
     )
 
 

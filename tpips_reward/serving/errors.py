@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 from typing import Any
 
 from tpips_reward.errors import TPIPSError
+
+_log = logging.getLogger("tpips_reward.serving")
 
 
 class RequestError(TPIPSError):
@@ -29,6 +33,16 @@ class RequestError(TPIPSError):
         """What a client gets to see."""
         return {"status": self.status, "type": self.kind, "message": str(self)}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to the status."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
 
 def bad_json(message: str) -> RequestError:
     """400: the body is not what its content type says."""
@@ -48,6 +62,17 @@ def too_large(message: str) -> RequestError:
 def busy(message: str, retry_after: float) -> RequestError:
     """429: the same request may be taken later."""
     return RequestError(429, "busy", message, retry_after)
+
+
+def failed(sentence: str, cause: BaseException | str, status: int = 500, retry_after: float | None = None) -> RequestError:
+    """500, or 503: something of ours failed. A client gets the sentence and an id; the server's log has the cause by it.
+
+    The cause may name paths, addresses and libraries of the server, which are no business of strangers.
+    """
+    number = secrets.token_hex(4)
+    _log.error("error %s: %s (%s)", number, sentence, cause, exc_info=cause if isinstance(cause, BaseException) else None)
+    kind = "unavailable" if status == 503 else "failed"
+    return RequestError(status, kind, f"{sentence} The server's log has the reason as error {number}.", retry_after)
 
 
 def unavailable(message: str, retry_after: float = 5.0) -> RequestError:

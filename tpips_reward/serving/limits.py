@@ -22,8 +22,10 @@ class Limits:
         batch: items that one call of the reward scores.
         queue: items that wait or are being scored; 429 above it.
         wait_seconds: how long an idle worker waits for a batch to fill.
-        body_seconds: for a client to send its body; 408 after that.
+        head_seconds: for a client to send a request's head; 408 after that.
+        body_seconds: for a client to send its body, 408 after that; and to read its answer.
         score_seconds: for one batch; a worker that takes longer is replaced.
+        connections: that are open at one time; 503 above it, where none of them only waits.
     """
 
     body_bytes: int = 64 * 2**20
@@ -33,8 +35,10 @@ class Limits:
     batch: int = 32
     queue: int = 1024
     wait_seconds: float = 0.005
+    head_seconds: float = 10.0
     body_seconds: float = 30.0
     score_seconds: float = 300.0
+    connections: int = 512
 
     def __post_init__(self) -> None:
         for field in fields(self):

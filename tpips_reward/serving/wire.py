@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
 from tpips_reward.rewards.spec import parse_reward
-from tpips_reward.rewards.terms import MODES
 from tpips_reward.serving.decoding import from_base64
 from tpips_reward.serving.errors import RequestError, bad_field, bad_json, too_large
 from tpips_reward.serving.items import Answer, Scored, Wanted, WantedItem
@@ -148,10 +147,10 @@ def _check_sizes(aspects: list[str]) -> None:
 
 
 def _check_needs(reward: str, kept: list[str], changed: list[str]) -> None:
-    for item in parse_reward(reward).items:
-        for kind, names in (("preserve", kept), ("target", changed)):
-            if kind in MODES[item.mode].needs and not names:
-                raise bad_field(f"The item has no {kind} aspects, which {item.name} needs.")
+    spec = parse_reward(reward)
+    for kind, names in (("preserve", kept), ("target", changed)):
+        if spec.requires(kind) and not names:
+            raise bad_field(f"The item has no {kind} aspects, which {spec} needs.")
 
 
 def parse_score(content: Any, files: Sequence[bytes] | None, default_reward: str, limit: int) -> Wanted:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from tpips_reward.adapters.core import RewardCall
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards.reward import TPIPSReward
-from tpips_reward.serving.errors import RequestError, bad_field
+from tpips_reward.serving.errors import bad_field, failed
 from tpips_reward.serving.items import Answer, Item, split_output
 
 LOAD_SECONDS = 3600.0  # 16 GB from a slow disk
@@ -59,12 +60,21 @@ class RewardSource:
         metric = load_metric(self.metric, device=self.device, dtype=self.dtype, revision=self.revision)
         options = {"gate": self.gate, "gate_threshold": self.gate_threshold, "gate_weight": self.gate_weight}
         facts = {
-            "metric": self.metric,
+            "metric": shown_name(self.metric),
             "fusion": metric.fusion.kind,
             "device": str(metric.device),
             "change_scale": metric.change_scale,
         }
         return MetricRewards(metric, options, facts)
+
+
+def shown_name(metric: str) -> str:
+    """What clients may know of a metric's name: the last part of a path, which may say where the server keeps things.
+
+    A built-in name ("builtin:late") and a Hub id ("owner/name") are public and stay whole.
+    """
+    is_path = Path(metric).exists() or metric.startswith((".", "~", "/")) or metric.count("/") > 1
+    return Path(metric).expanduser().resolve().name if is_path else metric
 
 
 class MetricRewards:
@@ -108,7 +118,7 @@ def _score(reward: RewardCall, items: list[Item]) -> list[Answer]:
             return _score(reward, items[:middle]) + _score(reward, items[middle:])
         if isinstance(error, TPIPSError):
             return [bad_field(str(error))]
-        return [RequestError(500, "failed", f"The reward failed on this item: {type(error).__name__}: {error}")]
+        return [failed("The reward failed on this item.", error)]
 
 
 class WorkerProcess:

@@ -1,0 +1,161 @@
+"""What lies below the application: connections that must not wait for ever, and JSON where uvicorn answers in plain text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tpips_reward.serving.errors import RequestError, unavailable
+from tpips_reward.serving.limits import Limits
+
+KEEP_ALIVE_SECONDS = 30
+#: For a client that is refused to read its answer; what it sends meanwhile is thrown away.
+GOODBYE_SECONDS = 2.0
+
+
+def http_server(app: FastAPI, limits: Limits, **options: Any) -> uvicorn.Server:
+    """uvicorn for `create_app`, within `limits`.
+
+    Args:
+        **options: for `uvicorn.Config`, such as `port`.
+    """
+
+    limited = type("LimitedConnection", (Connection,), {"limits": limits})
+    config = uvicorn.Config(
+        app, http=limited, ws="none", log_level="error", access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, **options
+    )
+    return uvicorn.Server(config)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with an end to all waiting for its client.
+
+    A client has `head_seconds` for the head of each request, and `body_seconds` to end a body that is no longer wanted or
+    to read its answer. (The application itself waits `body_seconds` for a body that it reads.) Where there are as many
+    connections as may be, a new one takes the place of one that only waits; it is refused where all have requests.
+    """
+
+    limits = Limits()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None  # for the client to send
+        self._reading: asyncio.TimerHandle | None = None  # for the client to read
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        others = self.connections
+        if len(others) >= self.limits.connections and not self._replace_one():
+            self.transport = transport
+            self._refuse(unavailable(f"All {self.limits.connections} connections are in use."))
+            return
+        super().connection_made(transport)
+        self._wait(self.limits.head_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel()
+        self._reads_again()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.limits.body_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._reads_again()
+        super().resume_writing()
+
+    def _reads_again(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls while it handles h11's error, for bytes that are no HTTP and heads that are too large."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)
+        kind = {431: "too_large"}.get(status, "bad_http")
+        self._refuse(RequestError(status, kind, f"The request is no HTTP that this server reads: {error or msg}."))
+
+    def _watch(self) -> None:
+        """Starts or stops the clock: it runs while a head is incomplete, and while an unwanted body comes in."""
+        if self._refused or self.transport.is_closing():
+            self._cancel()
+            return
+        if self.conn.their_state is h11.IDLE:
+            if self.conn.trailing_data[0]:
+                self._wait(self.limits.head_seconds)
+            else:
+                self._cancel()  # uvicorn's own clock runs between requests
+        elif self.cycle is not None and self.cycle.response_complete:
+            self._wait(self.limits.body_seconds)
+        else:
+            self._cancel()
+
+    def _wait(self, seconds: float) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(seconds, self._too_slow)
+
+    def _cancel(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        """A head in part is answered; silence and a body that nobody reads are not."""
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            message = f"The head of the request did not arrive within {self.limits.head_seconds:g} s."
+            self._refuse(RequestError(408, "too_slow", message))
+        else:
+            self.transport.abort()
+
+    def _replace_one(self) -> bool:
+        """Ends the connection that only waits for its client and would have ended next; False where there is none."""
+        ours = [other for other in self.connections if type(other) is type(self)]
+        timers = {other: other._deadline or other.timeout_keep_alive_task for other in ours}
+        ends = {other: timer.when() for other, timer in timers.items() if timer is not None}
+        if not ends:
+            return False
+        longest = min(ends, key=ends.__getitem__)
+        self.connections.discard(longest)
+        longest.transport.abort()
+        return True
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answers with an error and ends; without h11, which may be in no state to answer."""
+        self._cancel()
+        self.connections.discard(self)
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started:
+                self.transport.abort()  # in the middle of another answer
+                return
+            self.cycle.disconnected = True  # the application reads a body that has no more meaning
+            self.cycle.message_event.set()
+        self._refused = True
+        body = json.dumps({"error": error.to_json()}).encode()
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close", **error.headers}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in fields.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
+        # closing at once, with bytes of the client unread, would reset the connection before it has read the answer
+        self.transport.write_eof()
+        self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
