@@ -223,6 +223,8 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
     means_before, means_after, differences = before.means(), after.means(), compare(before, after)
     for name, direction in MEASURES.items():
         b, a, d = means_before[name], means_after[name], differences[name]
+        if b is None and a is None:  # photographs have no known ideal to measure against
+            continue
         if b is None or a is None or d["difference"] is None:
             table.add_row(name, "–", "–", "–", "–")
             continue

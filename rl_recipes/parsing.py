@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -29,9 +30,15 @@ PRESETS = Path(__file__).parent / "configs"
 
 
 class _Parser(TrlParser):
-    """TrlParser whose errors are one sentence instead of a page of usage."""
+    """TrlParser whose errors are one sentence instead of a page of usage, and name the file that a value came from."""
+
+    #: The file of each setting whose value is not a flag's.
+    files: dict[str, str]
 
     def error(self, message: str) -> NoReturn:
+        bad = re.match(r"argument --(\w+)\S*: (.*)", message, re.DOTALL)
+        if bad and bad[1] in self.files:
+            raise ConfigError(f"{_place(bad[1], self.files)}: {bad[2]}.")
         raise ConfigError(f"{message[:1].upper()}{message[1:]}. --help lists all flags.")
 
 
@@ -44,14 +51,13 @@ def parse_arguments(argv: Sequence[str], algorithm: type[Algorithm] = GRPOArgume
         ConfigError: for an unknown flag or setting, a value of the wrong type, or one out of range.
     """
     argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    config, argv = _take_config(list(argv))
+    config, file, argv = _take_config(list(argv))
+    files = dict.fromkeys(config, file)
     # The preset depends on the editor, which may come from either place, so both are read once before it.
-    first = _parse(algorithm, config, argv)
-    _check_types(first)
+    first = _parse(algorithm, config, files, argv)
     _check_names(first)
-    base = _saved_settings(first) if first.run.resume else _preset(first)
-    args = _parse(algorithm, {**base, **config}, argv)
-    _check_types(args)
+    base, base_file = _saved_settings(first) if first.run.resume else _preset(first)
+    args = _parse(algorithm, {**base, **config}, {**dict.fromkeys(base, base_file), **files}, argv)
     _check_ranges(args)
     if args.run.resume:
         _check_resumable(base, args)
@@ -75,27 +81,41 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def _take_config(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _take_config(argv: list[str]) -> tuple[dict[str, Any], str, list[str]]:
+    """The settings of ``--config``, its name, and the flags without it."""
     if "--config" not in argv:
-        return {}, argv
+        return {}, "", argv
     at = argv.index("--config")
     if at + 1 >= len(argv):
         raise ConfigError("--config needs a file name after it.")
-    return load_yaml(argv[at + 1]), argv[:at] + argv[at + 2 :]
+    return load_yaml(argv[at + 1]), argv[at + 1], argv[:at] + argv[at + 2 :]
 
 
-def _parse(algorithm: type[Algorithm], settings: dict[str, Any], argv: list[str]) -> Arguments:
+def _place(name: str, files: dict[str, str]) -> str:
+    """What to call a setting in an error: with its file, where it was not a flag."""
+    return f"{name} in {files[name]}" if name in files else name
+
+
+def _parse(
+    algorithm: type[Algorithm], settings: dict[str, Any], files: dict[str, str], argv: list[str]
+) -> Arguments:
+    """Settings from files, over which flags win; ``files`` has the file of each."""
     known = _names(algorithm)
     for name in settings:
         if name not in known:
-            raise ConfigError(f"Unknown setting {name!r} in the config file.{_nearest(str(name), known)}")
+            raise ConfigError(f"Unknown setting {name!r} in {files[name]}.{_nearest(str(name), known)}")
+    flags = {arg.split("=")[0].lstrip("-").replace("-", "_") for arg in argv if arg.startswith("--")}
+    files = {name: file for name, file in files.items() if name not in flags}
     parser = _Parser((EditorArguments, RewardArguments, RunArguments, algorithm), allow_abbrev=False)
+    parser.files = files
     parser.set_defaults_with_config(**{**algorithm.shared, **settings})
     *parsed, rest = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
     if rest:
         name = rest[0].split("=")[0]
         raise ConfigError(f"Unknown flag {name}.{_nearest(name.lstrip('-').replace('-', '_'), known, '--')}")
-    return Arguments(*parsed)
+    args = Arguments(*parsed)
+    _check_types(args, files)
+    return args
 
 
 def _names(algorithm: type[Algorithm]) -> list[str]:
@@ -107,25 +127,26 @@ def _nearest(name: str, known: list[str], dashes: str = "") -> str:
     return f" Did you mean {dashes}{near[0]}?" if near else " --help lists all flags."
 
 
-def _preset(args: Arguments) -> dict[str, Any]:
-    """The preset's settings, without those of other algorithms than the one that runs."""
+def _preset(args: Arguments) -> tuple[dict[str, Any], str]:
+    """The preset's settings, without those of other algorithms than the one that runs, and its file."""
     editor, name = args.editor, args.editor.preset
     if name == "auto":
         # A folder that brings defaults of its own is a small editor, to which a preset for GPUs does not apply.
         own = editor.editor == "builtin" or os.path.isfile(os.path.join(editor.editor, DEFAULTS_FILE))
         name = "none" if own else preset_for(editor.editor)
     if name == "none":
-        return {}
+        return {}, ""
     path = PRESETS / f"{name}.yaml"
     if not path.is_file():
         there = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
         raise ConfigError(f"There is no preset {name!r}; there are {there}, 'auto' and 'none'.")
     known = _names(type(args.algorithm))
     others = {name for algorithm in ALGORITHMS for name in _names(algorithm)} - set(known)
-    return {name: value for name, value in load_yaml(path).items() if name not in others}
+    return {name: value for name, value in load_yaml(path).items() if name not in others}, str(path)
 
 
-def _saved_settings(args: Arguments) -> dict[str, Any]:
+def _saved_settings(args: Arguments) -> tuple[dict[str, Any], str]:
+    """The settings of the run in ``output_dir``, and their file."""
     folder = args.run.output_dir
     path = Path(folder) / "config.yaml"
     if not os.path.isfile(path):
@@ -137,7 +158,7 @@ def _saved_settings(args: Arguments) -> dict[str, Any]:
             f"{folder} holds a run of another recipe or version (it has the setting {min(map(str, odd))!r}), which "
             f"{args.algorithm.recipe}.py cannot resume; take the script that began it."
         )
-    return saved
+    return saved, str(path)
 
 
 def _check_resumable(saved: dict[str, Any], args: Arguments) -> None:
@@ -149,7 +170,7 @@ def _check_resumable(saved: dict[str, Any], args: Arguments) -> None:
             )
 
 
-def _check_types(args: Arguments) -> None:
+def _check_types(args: Arguments, files: dict[str, str]) -> None:
     for part in (args.editor, args.reward, args.run, args.algorithm):
         hints = get_type_hints(type(part))
         for item in fields(part):
@@ -157,7 +178,7 @@ def _check_types(args: Arguments) -> None:
             if get_origin(hint) is Literal:
                 if value not in get_args(hint):
                     choices = ", ".join(map(repr, get_args(hint)))
-                    raise ConfigError(f"{item.name} must be one of {choices}, not {value!r}.")
+                    raise ConfigError(f"{_place(item.name, files)} must be one of {choices}, not {value!r}.")
                 continue
             allowed = get_args(hint) or (hint,)
             if float in allowed and type(value) is int:
@@ -165,7 +186,7 @@ def _check_types(args: Arguments) -> None:
                 setattr(part, item.name, value)
             if type(value) not in allowed:
                 names = " or ".join(t.__name__ for t in allowed if t is not type(None))
-                raise ConfigError(f"{item.name} must be of type {names}, not {value!r}.")
+                raise ConfigError(f"{_place(item.name, files)} must be of type {names}, not {value!r}.")
 
 
 def _check_names(args: Arguments) -> None:

@@ -119,6 +119,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
         self._depth = 0
+        self._made: list[Path] = []
 
     def __enter__(self) -> Self:
         """Locks the folder, which is made if it does not exist; the system unlocks it when the process ends.
@@ -130,6 +131,7 @@ class RunFolder:
             with disk_errors(self.path):
                 if self.path.exists() and not self.path.is_dir():
                     raise RunError(f"--output_dir {self.path} is a file; give a folder.")
+                self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
                 self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock_folder(self.path)
         self._depth += 1
@@ -137,7 +139,16 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._lock is not None:
+        if self._depth > 0:
+            return
+        # A run that is refused leaves no trace: folders that were made for it and are still empty go again.
+        for made in self._made:
+            try:
+                made.rmdir()
+            except OSError:
+                break
+        self._made = []
+        if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 

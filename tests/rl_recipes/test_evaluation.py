@@ -158,7 +158,7 @@ def test_setbacks_are_what_got_clearly_worse() -> None:
     console = Console(width=100, record=True)
     console.print(comparison_table(before, after, "held-out edits"))
     text = console.export_text()
-    assert "100 held-out edits" in text and "-0.1000 (-50 %)" in text and "preserve ↑" not in text
+    assert "100 held-out edits" in text and "-0.1000 (-50 %)" in text and "preserve" not in text, "what nobody measured has no row"
 
 
 def test_a_failing_reward_stops_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,13 +98,14 @@ def test_bad_flags_are_named(argv: list[str], message: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rte: 1\n", r"Unknown setting 'learning_rte' in the config file\. Did you mean learning_rate\?"),
+        ("learning_rte: 1\n", r"Unknown setting 'learning_rte' in .*bad\.yaml\. Did you mean learning_rate\?"),
         ("- a\n- b\n", "must hold 'setting: value' lines"),
         ("a: [1\n", "is not YAML"),
-        ("num_inference_steps: [8]\n", r"num_inference_steps must be of type int, not \[8\]"),
-        ("num_inference_steps: 8.5\n", r"num_inference_steps must be of type int, not 8\.5"),
-        ("report_to: nowhere\n", "report_to must be one of 'none'.*not 'nowhere'"),
-        ("seed: true\n", "seed must be of type int, not True"),
+        ("num_inference_steps: [8]\n", r"num_inference_steps in .*bad\.yaml must be of type int, not \[8\]"),
+        ("num_inference_steps: 8.5\n", r"num_inference_steps in .*bad\.yaml must be of type int, not 8\.5"),
+        ("report_to: nowhere\n", r"report_to in .*bad\.yaml must be one of 'none'.*not 'nowhere'"),
+        ("num_inference_steps: many\n", r"^num_inference_steps in .*bad\.yaml: invalid int value: 'many'\.$"),
+        ("seed: true\n", r"seed in .*bad\.yaml must be of type int, not True"),
     ],
 )
 def test_bad_config_files_are_named(text: str, message: str, tmp_path: Path) -> None:
@@ -112,6 +113,15 @@ def test_bad_config_files_are_named(text: str, message: str, tmp_path: Path) -> 
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parse_arguments(["--config", str(path)])
+
+
+def test_a_bad_flag_over_a_config_file_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("max_steps: 3\nreport_to: none\n")
+    with pytest.raises(ConfigError, match="^Argument --max_steps.*: invalid int value: 'many'"):
+        parse_arguments(["--config", str(path), "--max_steps", "many"])
+    with pytest.raises(ConfigError, match="^Argument --report_to.*nowhere"):
+        parse_arguments(["--config", str(path), "--report_to=nowhere"])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.recipe)

@@ -39,9 +39,15 @@ def test_overwrite_leaves_what_no_run_has_written(tmp_path: Path, config: str | 
     assert (tmp_path / "logs").is_dir()
 
 
-def test_a_fresh_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "a" / "b").check()
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+def test_a_check_leaves_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    RunFolder(tmp_path / "a" / "b" / "c").check()
+    assert (tmp_path / "a").is_dir() and not list((tmp_path / "a").iterdir())
+    RunFolder(tmp_path / "a").check()
+    assert (tmp_path / "a").is_dir(), "it was there before"
+    with RunFolder(tmp_path / "a" / "b") as folder:
+        folder.save_config({})
+    assert (tmp_path / "a" / "b" / "config.yaml").is_file()
 
 
 @pytest.mark.parametrize(
