@@ -18,6 +18,7 @@ from rl_recipes.editors import Conditions
 from rl_recipes.job import Iteration, Job
 from rl_recipes.optimizing import take_step
 from rl_recipes.runs import RunError
+from rl_recipes.zero import backward
 from tpips_reward.rewards import RewardOutput
 
 
@@ -58,7 +59,7 @@ def update(job: Job, drawn: Sequence[Sequence[Draw]], step: Iteration) -> tuple[
             _check_gradients(output)
             loss = reward_loss(output.scores, distance=distance, kl_weight=job.args.algorithm.kl_weight)
         with step.timer("backward"):
-            (loss * len(part) / total).backward()
+            backward(loss * len(part) / total, job.optimizer)
         job.stop.check()
         losses.append(float(loss.detach()))
         distances.append(0.0 if distance is None else float(distance.detach().mean()))

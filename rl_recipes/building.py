@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 
-from rl_recipes import sharding
+from rl_recipes import sharding, zero
 from rl_recipes.config import Arguments, ConfigError
 from rl_recipes.editors import Editor, EditorError, load_editor
 from rl_recipes.job import Job
@@ -35,8 +35,9 @@ def build_accelerator(args: Arguments) -> Accelerator:
     if g.report_to != "none" and not trackers[g.report_to]():
         raise ConfigError(f"--report_to {g.report_to} needs that package: pip install {g.report_to}")
     accelerator = Accelerator(
-        # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
-        cpu=not torch.accelerator.is_available(),
+        # Without this, processes that torchrun starts on a machine without a GPU would not know of each other; with it,
+        # accelerate would overlook DeepSpeed.
+        cpu=not torch.accelerator.is_available() and not zero.asked(),
         log_with=None if g.report_to == "none" else g.report_to,
         project_dir=os.path.join(g.output_dir, "logs"),
     )
@@ -49,6 +50,10 @@ def build_accelerator(args: Arguments) -> Accelerator:
             f"{accelerator.num_processes} processes; change one of the two."
         )
     sharding.check(args, accelerator)
+    zero.check(args, accelerator)
+    if zero.is_zero(accelerator):
+        # accelerate leaves mixed precision to DeepSpeed, which would cast the adapter; these recipes use autocast.
+        accelerator.native_amp = accelerator.mixed_precision == "bf16"
     if not accelerator.is_main_process:
         logging.getLogger("rl_recipes").setLevel(logging.ERROR)
     if accelerator.device.type == "cpu":
@@ -110,10 +115,10 @@ def check_judge(judge: Rewards | None, reward: Rewards) -> None:
         )
 
 
-def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, torch.optim.AdamW]:
+def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, torch.optim.AdamW | zero.ZeroOptimizer]:
     """The editor with a fresh adapter or with all weights to be trained, and the optimizer of them.
 
-    With FSDP2 its frozen weights are shared among the processes.
+    With FSDP2 its frozen weights are shared among the processes, with DeepSpeed what its stage says.
 
     Raises:
         ConfigError: options that this editor does not have.
@@ -130,6 +135,7 @@ def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, tor
             resolution=e.resolution,
             revision=e.revision,
             attention_backend=e.attention_backend,
+            offload_text_encoders=e.offload_text_encoders,
             **options,
         )
     except TypeError as error:
@@ -147,6 +153,8 @@ def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, tor
     optimizer = torch.optim.AdamW(
         parameters, lr=g.learning_rate, betas=(g.adam_beta1, g.adam_beta2), weight_decay=g.weight_decay
     )
+    if zero.is_zero(accelerator):
+        return editor, zero.ZeroOptimizer(editor, optimizer, accelerator, g.max_grad_norm)
     return editor, optimizer
 
 
@@ -195,7 +203,7 @@ def describe(job: Job) -> dict[str, Any]:
         "gate_threshold": gates[0].threshold if gates else None,
         "seed": args.run.seed,
         "eval_seed": args.run.eval_seed,
-        "trained_parameters": sum(p.numel() for p in job.editor.lora_parameters()),
+        "trained_parameters": zero.num_elements(job.editor.lora_parameters()),
         "processes": accelerator.num_processes,
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),

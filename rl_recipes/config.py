@@ -58,6 +58,9 @@ class EditorArguments:
     attention_backend: str | None = _setting(
         None, "The transformer's attention kernel, by diffusers' own name: native, flash, xformers, ...; left out: its choice."
     )
+    offload_text_encoders: bool = _setting(
+        False, "The text encoders' weights stay in the CPU's memory, and each layer's are on the GPU while it runs."
+    )
     true_cfg_scale: float | None = _setting(
         None, "FLUX.1 and Kontext: classifier-free guidance beside the distilled one; left out or 1: none."
     )

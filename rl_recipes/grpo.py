@@ -21,6 +21,7 @@ from rl_recipes.job import Iteration, Job
 from rl_recipes.optimizing import take_step
 from rl_recipes.rollout import Trajectory, replay
 from rl_recipes.seeds import WINDOW
+from rl_recipes.zero import backward
 
 
 def stochastic_steps(iteration: int, args: Arguments) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ def update(job: Job, batches: Sequence[Batch], step: Iteration) -> dict[str, flo
                     with step.timer("replay"), job.accelerator.autocast():
                         loss = _loss(job, batch, k, seen)
                     with step.timer("backward"):
-                        (loss * len(batch) / (total * len(chunk))).backward()
+                        backward(loss * len(batch) / (total * len(chunk)), job.optimizer)
             seen["norm"].append(take_step(job, step, seen["loss"]))
     return {
         "loss": float(np.mean(seen["loss"])),

@@ -13,6 +13,7 @@ from rl_recipes.progress import PhaseTimer
 from rl_recipes.rewards import Rewards
 from rl_recipes.runs import RunFolder
 from rl_recipes.weights import ShadowWeights
+from rl_recipes.zero import ZeroOptimizer
 from tpips_reward.stopping import StopSignal
 
 
@@ -36,7 +37,7 @@ class Job:
     accelerator: Accelerator
     folder: RunFolder
     editor: Editor
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | ZeroOptimizer
     reward: Rewards
     stop: StopSignal
     average: ShadowWeights | None = None

@@ -21,6 +21,7 @@ from rl_recipes.job import Iteration, Job
 from rl_recipes.optimizing import take_step
 from rl_recipes.seeds import FORWARD, generator
 from rl_recipes.weights import ShadowWeights
+from rl_recipes.zero import backward
 
 
 def update(job: Job, batches: Sequence[Batch], old: ShadowWeights, step: Iteration) -> dict[str, float]:
@@ -48,7 +49,7 @@ def update(job: Job, batches: Sequence[Batch], old: ShadowWeights, step: Iterati
                 with step.timer("replay"), job.accelerator.autocast():
                     found = _loss(job, batch, old, latents, times)
                 with step.timer("backward"):
-                    (found.loss * len(batch) / total).backward()
+                    backward(found.loss * len(batch) / total, job.optimizer)
                 seen["loss"].append(float(found.loss.detach()))
                 for name in ("positive", "negative", "distance"):
                     seen[name].append(float(getattr(found, name).mean()))

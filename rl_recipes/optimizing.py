@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from rl_recipes.config import RunArguments
 from rl_recipes.job import Iteration, Job
 from rl_recipes.runs import RunError
+from rl_recipes.zero import ZeroOptimizer
 
 
 class NonFiniteError(RunError):
@@ -37,21 +38,32 @@ def take_step(job: Job, step: Iteration, losses: Sequence[float]) -> float:
     """
     parameters = job.editor.lora_parameters()
     with step.timer("optimizer"):
-        average_gradients(parameters, job.accelerator)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, job.args.run.max_grad_norm))
-        if not math.isfinite(norm) or not all(map(math.isfinite, losses)):
-            raise NonFiniteError(
-                f"The loss or gradient of iteration {step.number} is not finite (loss {losses[-1]}, gradient norm {norm}); "
-                "it has not reached the weights. Start anew with a lower --learning_rate (and --eta, where there is one)."
-            )
         for group in job.optimizer.param_groups:
             group["lr"] = learning_rate(step.number, job.args.run)
-        job.weights_are_between = True
-        job.optimizer.step()
-        job.optimizer.zero_grad(set_to_none=True)
+        if isinstance(job.optimizer, ZeroOptimizer):
+            # Its gradients are averaged already; a step clips them, and leaves the weights where they are not finite.
+            job.weights_are_between = True
+            job.optimizer.step()
+            norm = job.optimizer.gradient_norm()
+            _check_finite(step, norm, losses)
+        else:
+            average_gradients(parameters, job.accelerator)
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, job.args.run.max_grad_norm))
+            _check_finite(step, norm, losses)
+            job.weights_are_between = True
+            job.optimizer.step()
+            job.optimizer.zero_grad(set_to_none=True)
         if job.average is not None:
             job.average.follow(job.args.ema_decay())
     return norm
+
+
+def _check_finite(step: Iteration, norm: float, losses: Sequence[float]) -> None:
+    if not math.isfinite(norm) or not all(map(math.isfinite, losses)):
+        raise NonFiniteError(
+            f"The loss or gradient of iteration {step.number} is not finite (loss {losses[-1]}, gradient norm {norm}); "
+            "it has not reached the weights. Start anew with a lower --learning_rate (and --eta, where there is one)."
+        )
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter], accelerator: Accelerator) -> None:

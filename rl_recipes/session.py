@@ -26,6 +26,7 @@ from rl_recipes.reporting import edit_rows, summarise_rows
 from rl_recipes.rewards import Rewards
 from rl_recipes.runs import RunError, disk_errors, write_json
 from rl_recipes.watching import Watch
+from rl_recipes.zero import ZeroOptimizer, whole
 from tpips_reward.errors import TPIPSError
 from tpips_reward.scenes import render, to_tensor
 from tpips_reward.stopping import Interrupted
@@ -98,7 +99,8 @@ class Session:
             return
         path = latest_checkpoint(self.job.folder.checkpoints)
         if path is not None:
-            self.iteration, extra = load_checkpoint(path, self.job.editor.transformer, self.job.optimizer)
+            with whole(self.job.optimizer):
+                self.iteration, extra = load_checkpoint(path, self.job.editor.transformer, self.job.optimizer)
             self._saved = self.iteration
             self.clock.earlier, self.clock.reserved = float(extra["seconds"]), float(extra["reserved"])
             self._restored = extra["kept"]
@@ -177,22 +179,26 @@ class Session:
         """Takes a checkpoint of the iterations that are done, unless there is one."""
         if self._saved == self.iteration:
             return
-        job = self.job
-        if job.accelerator.is_main_process:
-            extra = {
-                "seconds": self.clock.elapsed(),
-                "reserved": self.clock.reserved,
-                "threads": torch.get_num_threads(),
-                "data": self._data(),
-                "kept": {name: part.state_dict() for name, part in self._kept.items()},
-            }
-            # All weights are in the checkpoint already; an adapter is written in the layout of pipelines too.
-            also = self._save_adapter if job.args.editor.train == "lora" else lambda folder: None
-            limit = job.args.run.save_total_limit
-            save_checkpoint(
-                job.folder.checkpoints, self.iteration, job.editor.transformer, job.optimizer, extra, limit, also
-            )
+        with whole(self.job.optimizer, moments=True):
+            if self.job.accelerator.is_main_process:
+                self._write_checkpoint()
         self._saved = self.iteration
+
+    def _write_checkpoint(self) -> None:
+        job = self.job
+        extra = {
+            "seconds": self.clock.elapsed(),
+            "reserved": self.clock.reserved,
+            "threads": torch.get_num_threads(),
+            "data": self._data(),
+            "kept": {name: part.state_dict() for name, part in self._kept.items()},
+        }
+        # All weights are in the checkpoint already; an adapter is written in the layout of pipelines too.
+        also = self._save_adapter if job.args.editor.train == "lora" else lambda folder: None
+        limit = job.args.run.save_total_limit
+        save_checkpoint(
+            job.folder.checkpoints, self.iteration, job.editor.transformer, job.optimizer, extra, limit, also
+        )
 
     def _save_adapter(self, folder: Path) -> None:
         with self._final_weights():
@@ -217,9 +223,15 @@ class Session:
         """The fingerprint of the user's data; empty for procedural edits."""
         return getattr(self.held_out, "fingerprint", "")
 
-    def save_after_error(self) -> None:
-        """Keeps what is done when a run stops early; never hides the error that stopped it."""
+    def save_after_error(self, agreed: bool = False) -> None:
+        """Keeps what is done when a run stops early; never hides the error that stopped it.
+
+        Args:
+            agreed: all processes stop, so that those which share weights can gather them.
+        """
         if self.job.weights_are_between or self.iteration == 0:
+            return
+        if isinstance(self.job.optimizer, ZeroOptimizer) and not agreed:
             return
         try:
             self.save_checkpoint()
@@ -266,12 +278,13 @@ class Session:
     def finish(self, before: Evaluation, after: Evaluation) -> None:
         """Writes adapter, grids, curves, summary and report, and prints the before/after table."""
         job = self.job
+        path = job.folder.path
+        with whole(job.optimizer), disk_errors(path / "adapter"):
+            if job.accelerator.is_main_process:
+                self._save_adapter(path / "adapter")
         if not job.accelerator.is_main_process:
             return
         self.display.close()
-        path = job.folder.path
-        with disk_errors(path / "adapter"):
-            self._save_adapter(path / "adapter")
         grids = self._draw(before, after)
         lines = job.folder.read_metrics()
         save_curves(path / "curves.png", lines)

@@ -26,16 +26,14 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
     """Refuses what sharded weights cannot do.
 
     Raises:
-        ConfigError: FSDP 1, DeepSpeed, full fine-tuning, or batches whose number differs between processes.
+        ConfigError: FSDP 1, full fine-tuning, or batches whose number differs between processes.
     """
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ConfigError("These recipes do not run with DeepSpeed; launch with rl_recipes/accelerate/fsdp2.yaml instead.")
     if not is_sharded(accelerator):
         return
     if not accelerator.is_fsdp2:
         raise ConfigError("FSDP must be of version 2; launch with rl_recipes/accelerate/fsdp2.yaml.")
     if args.editor.train == "full":
-        raise ConfigError("FSDP2 shards frozen weights, and --train full has none; train an adapter, or launch with DDP.")
+        raise ConfigError("FSDP2 shards frozen weights, and --train full has none; train an adapter, or launch with DDP or ZeRO-2.")
     if args.run.data is not None and args.run.samples_per_batch != 1:
         raise ConfigError(
             "With FSDP2 all processes must call the transformer equally often, but photographs of several sizes make "

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from torch import Tensor, nn
 
 from rl_recipes.editors import attention, lora
@@ -39,6 +40,7 @@ class Editor(ABC):
             `default_resolution`.
         attention_backend: the transformer's attention kernel, a name of diffusers such as "native", "flash" or "xformers";
             None: diffusers' choice.
+        offload_text_encoders: their weights stay in the CPU's memory, and each layer's are on `device` while it runs.
     """
 
     pipeline_class: ClassVar[str]
@@ -57,6 +59,7 @@ class Editor(ABC):
         dtype: torch.dtype = torch.float32,
         resolution: int | None = None,
         attention_backend: str | None = None,
+        offload_text_encoders: bool = False,
     ) -> None:
         self.pipe = pipe
         self.device = torch.device(device)
@@ -67,13 +70,17 @@ class Editor(ABC):
                 f"resolution is {self.resolution}, but this editor's smallest image is {self.size_multiple} pixels wide; "
                 "give a larger resolution."
             )
-        for part in pipe.components.values():
+        for name, part in pipe.components.items():
             if isinstance(part, nn.Module):
-                part.to(self.device).requires_grad_(False).eval()
+                waits = offload_text_encoders and name.startswith("text_encoder")
+                part.to("cpu" if waits else self.device).requires_grad_(False).eval()
                 if any(p.is_floating_point() and p.dtype != dtype for p in part.parameters()):
                     part.to(dtype)
+                if waits:
+                    cpu_offload(part, self.device)
         self._full: FullWeights | None = None
         self.has_own_weights = True  # False after load_all
+        self._wrapper: nn.Module | None = None
         self.attention_backend = attention_backend
         if attention_backend is not None:
             attention.set_backend(self.transformer, attention_backend, self.device, dtype)
@@ -89,6 +96,13 @@ class Editor(ABC):
     def transformer(self) -> Any:
         """The module that predicts velocity; LoRA goes here."""
         return self.pipe.transformer
+
+    def call_through(self, wrapper: nn.Module) -> None:
+        """Call the transformer through `wrapper` from here on: DeepSpeed's engine around it."""
+        self._wrapper = wrapper
+
+    def _call_transformer(self, **inputs: Any) -> Any:
+        return (self.transformer if self._wrapper is None else self._wrapper)(**inputs)
 
     @property
     @abstractmethod

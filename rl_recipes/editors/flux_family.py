@@ -34,7 +34,7 @@ class FluxFamily(PackedEditor):
     ) -> Tensor:
         assert text.states is not None
         pooled = {} if text.pooled is None else {"pooled_projections": text.pooled}
-        return self.transformer(
+        return self._call_transformer(
             hidden_states=inputs,
             timestep=timestep,
             guidance=self._guidance(guidance_scale, len(inputs)),

@@ -65,7 +65,7 @@ class QwenImageEdit(PackedEditor):
         self, inputs: Tensor, timestep: Tensor, text: Text, conditions: Conditions, guidance_scale: float
     ) -> Tensor:
         shapes = [self._grids(conditions)] * len(inputs)
-        return self.transformer(
+        return self._call_transformer(
             hidden_states=inputs,
             timestep=timestep,
             encoder_hidden_states=text.states,

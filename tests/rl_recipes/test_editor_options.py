@@ -16,6 +16,7 @@ from tiny_editors import tiny_flux2_editor, tiny_plus_editor
 from rl_recipes import backprop_edit, grpo_edit
 from rl_recipes.building import build_prompts
 from rl_recipes.collecting import encode, fitted_source
+from rl_recipes.editors import load_editor
 from rl_recipes.parsing import parse_arguments
 from rl_recipes.prompts import JSONLPrompts, PromptError
 from rl_recipes.rewards import Rewards
@@ -33,6 +34,20 @@ def test_all_weights_train_and_are_handed_out(flags: Flags, tmp_path: Path, edit
     assert saved.keys() == trained.keys() and all(torch.equal(saved[name], value) for name, value in trained.items())
     assert json.loads((run / "summary.json").read_text())["trained_parameters"] == sum(v.numel() for v in trained.values())
     assert grpo_edit.main(["--resume", f"--output_dir={run}", "--max_steps=2"]) == 0
+
+
+def test_text_encoders_that_wait_elsewhere_encode_the_same(flags: Flags, tmp_path: Path, editor_folder: Path) -> None:
+    edits = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))]
+    plain, waiting = (
+        load_editor(editor_folder, device="cpu", resolution=32, offload_text_encoders=offload) for offload in (False, True)
+    )
+    assert all(p.device.type == "meta" for p in waiting.pipe.text_encoder.parameters())
+    assert all(p.device.type == "cpu" for p in waiting.pipe.vae.parameters())
+    states = [editor.encode(edits, ["make it red"]).prompt for editor in (plain, waiting)]
+    assert torch.equal(*states)
+    assert all(p.device.type == "meta" for p in waiting.pipe.text_encoder.parameters())
+    run = tmp_path / "run"
+    assert grpo_edit.main(flags(run, "--offload_text_encoders", max_steps=1, eval_samples=0)) == 0
 
 
 @pytest.mark.parametrize(

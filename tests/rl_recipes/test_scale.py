@@ -13,8 +13,8 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from rl_recipes import sharding
 from rl_recipes.config import ConfigError
@@ -26,6 +26,8 @@ EXPECTED = {
     "ddp": DistributedType.MULTI_GPU,
     "fsdp2": DistributedType.FSDP,
     "multi_node": DistributedType.MULTI_GPU,
+    "zero2": DistributedType.DEEPSPEED,
+    "zero3": DistributedType.DEEPSPEED,
 }
 
 
@@ -42,15 +44,34 @@ def test_accelerate_takes_every_config(name: str) -> None:
     args, _, _ = _validate_launch_command(args)
     assert args.num_processes == yaml.safe_load(Path(path).read_text())["num_processes"]
     assert args.use_fsdp == (name == "fsdp2") and args.multi_gpu == (name in ("ddp", "multi_node"))
+    assert args.use_deepspeed == (name in ("zero2", "zero3"))
     if name == "fsdp2":
         environment = prepare_multi_gpu_env(args)
         assert environment["ACCELERATE_USE_FSDP"] == "true" and environment["FSDP_VERSION"] == "2"
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_processes_find_the_stage_of_zero(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `accelerate launch` hands to each process, as accelerate reads it there; DeepSpeed itself is not needed."""
+    command = launch_command_parser().parse_args(
+        ["--config_file", str(CONFIGS / f"zero{stage}.yaml"), "--num_processes", "2", "rl_recipes/grpo_edit.py"]
+    )
+    args, _, _ = _validate_launch_command(command)
+    args.deepspeed_fields_from_accelerate_config = "zero_stage"
+    _, environment = prepare_deepspeed_cmd_env(args)
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true" and environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    for name, value in environment.items():
+        if name.startswith("ACCELERATE_DEEPSPEED"):
+            monkeypatch.setenv(name, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == stage and not plugin.zero3_init_flag, "an editor is loaded whole, and shared out afterwards"
+    shared = plugin.deepspeed_config["zero_optimization"]
+    assert shared["stage"] == stage and shared["offload_param"]["device"] == shared["offload_optimizer"]["device"] == "none"
+
+
 @pytest.mark.parametrize(
     ("launch", "flags", "message"),
     [
-        ({"distributed_type": DistributedType.DEEPSPEED}, [], "do not run with DeepSpeed"),
         ({"is_fsdp2": False}, [], "must be of version 2"),
         ({}, ["--train", "full"], "--train full has none"),
         ({}, ["--data", __file__], "give --samples_per_batch 1"),

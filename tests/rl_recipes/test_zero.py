@@ -1,0 +1,132 @@
+"""DeepSpeed's ZeRO: what is refused, and two processes that give one process's run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from jobs import job_of, settings, step
+from safetensors.torch import load_file
+from tiny_editors import tiny_editor
+
+from rl_recipes import grpo_edit, optimizing, zero
+from rl_recipes.config import ALGORITHMS, ConfigError
+from rl_recipes.optimizing import NonFiniteError, take_step
+from rl_recipes.parsing import parse_arguments
+
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+
+
+def _launch(stage: int, kind: DistributedType = DistributedType.DEEPSPEED) -> Any:
+    return SimpleNamespace(distributed_type=kind, deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+
+
+@pytest.mark.parametrize(
+    ("stage", "algorithm", "flags", "message"),
+    [
+        (1, 0, [], "must be of stage 2 or 3, not 1"),
+        (2, 0, ["--data", __file__], "give --samples_per_batch 1"),
+        (3, 0, ["--train", "full"], "--train full keeps a second set"),
+        (3, 0, ["--ema_decay", "0.9"], "--ema_decay keeps a second set"),
+        (3, 2, [], "nft_edit.py keeps a second set"),
+    ],
+)
+def test_what_zero_cannot_do_is_refused(
+    stage: int, algorithm: int, flags: list[str], message: str
+) -> None:
+    args = parse_arguments(flags, ALGORITHMS[algorithm])
+    with pytest.raises(ConfigError, match=message):
+        zero.check(args, _launch(stage))
+    zero.check(args, _launch(stage, DistributedType.MULTI_GPU))
+    zero.check(parse_arguments(["--train", "full", "--ema_decay", "0.9"]), _launch(2))
+    zero.check(parse_arguments([]), _launch(3))
+
+
+def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+    assert not zero.asked()
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match=r"pip install 'tpips-reward\[deepspeed\]'"):
+        zero.asked()
+
+
+class _Engine(zero.ZeroOptimizer):
+    """Its part in a step, without DeepSpeed."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm, self.asked = norm, list[str]()
+        self.groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.groups
+
+    def step(self) -> None:
+        self.asked.append("step")
+
+    def gradient_norm(self) -> float:
+        return self.norm
+
+
+def test_a_step_leaves_averaging_and_clipping_to_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizing, "average_gradients", None)
+    editor = tiny_editor()
+    editor.add_lora(2, 2, generator=torch.Generator())
+    job = job_of(settings(learning_rate=0.5), editor, tmp_path)
+    job.optimizer = engine = _Engine(3.0)
+    assert take_step(job, step(), [0.1]) == 3.0 and engine.asked == ["step"] and engine.groups == [{"lr": 0.5}]
+    job.optimizer = _Engine(math.inf)
+    with pytest.raises(NonFiniteError, match="gradient norm inf"):
+        take_step(job, step(), [0.1])
+
+
+# Without a GPU DeepSpeed compiles an operator for processes of one machine at its first start, which takes minutes.
+SCRIPT = """
+import importlib, sys
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+from rl_recipes import grpo_edit
+sys.exit(grpo_edit.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs DeepSpeed: pip install 'tpips-reward[deepspeed]'")
+@pytest.mark.parametrize(("stage", "train"), [(2, "lora"), (3, "lora"), (2, "full")])
+def test_two_processes_with_zero_equal_one(flags: Callable[..., list[str]], tmp_path: Path, stage: int, train: str) -> None:
+    changes: dict[str, Any] = {"train": train, "max_steps": 2, "eval_samples": 2, "save_steps": 1, "learning_rate": 1e-3}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert grpo_edit.main(flags(one, **changes)) == 0
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage), "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    }  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
+
+    def run(*arguments: str) -> None:
+        done = subprocess.run([*launch, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run(*flags(two, **{**changes, "max_steps": 1}))
+    run("--resume", f"--output_dir={two}", "--max_steps=2")
+    assert json.loads((two / "summary.json").read_text())["processes"] == 2
+    for number in ("step_000001", "step_000002"):
+        weights = load_file(two / "checkpoints" / number / "trainable.safetensors")
+        expected = load_file(one / "checkpoints" / number / "trainable.safetensors")
+        assert weights.keys() == expected.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=0)
