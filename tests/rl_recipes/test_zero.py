@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +16,7 @@ from accelerate.utils import DistributedType
 from jobs import job_of, settings, step
 from safetensors.torch import load_file
 from tiny_editors import tiny_editor
+from two_processes import run_two
 
 from rl_recipes import grpo_edit, optimizing, zero
 from rl_recipes.config import ALGORITHMS, ConfigError
@@ -94,10 +92,11 @@ def test_a_step_leaves_averaging_and_clipping_to_deepspeed(tmp_path: Path, monke
 
 # Without a GPU DeepSpeed compiles an operator for processes of one machine at its first start, which takes minutes.
 SCRIPT = """
-import importlib, sys
+import importlib
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-from rl_recipes import grpo_edit
-sys.exit(grpo_edit.main())
+run, *flags = sys.argv[1:]
+assert grpo_edit.main([*flags, "--max_steps=1"]) == 0
+assert grpo_edit.main(["--resume", f"--output_dir={run}", "--max_steps=2"]) == 0
 """
 
 
@@ -105,24 +104,19 @@ sys.exit(grpo_edit.main())
 @pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs DeepSpeed: pip install 'tpips-reward[deepspeed]'")
 @pytest.mark.parametrize(("stage", "train"), [(2, "lora"), (3, "lora"), (2, "full")])
 def test_two_processes_with_zero_equal_one(flags: Callable[..., list[str]], tmp_path: Path, stage: int, train: str) -> None:
-    changes: dict[str, Any] = {"train": train, "max_steps": 2, "eval_samples": 2, "save_steps": 1, "learning_rate": 1e-3}
+    changes: dict[str, Any] = {"train": train, "eval_samples": 2, "save_steps": 1, "learning_rate": 1e-3}
     one, two = tmp_path / "one", tmp_path / "two"
-    assert grpo_edit.main(flags(one, **changes)) == 0
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    environment = {
-        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage), "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    }  # fmt: skip
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
-
-    def run(*arguments: str) -> None:
-        done = subprocess.run([*launch, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    run(*flags(two, **{**changes, "max_steps": 1}))
-    run("--resume", f"--output_dir={two}", "--max_steps=2")
+    assert grpo_edit.main(flags(one, max_steps=2, **changes)) == 0
+    found = run_two(
+        SCRIPT,
+        str(two),
+        *flags(two, **changes),
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage),
+        ACCELERATE_DEEPSPEED_ZERO3_INIT="false",
+        DS_ACCELERATOR="cpu",
+    )
+    assert [code for code, _, _ in found] == [0, 0], found[0][2][-3000:]
     assert json.loads((two / "summary.json").read_text())["processes"] == 2
     for number in ("step_000001", "step_000002"):
         weights = load_file(two / "checkpoints" / number / "trainable.safetensors")
