@@ -72,6 +72,14 @@ FLUX_VAE = {
     "latent_channels": 4,
     "mid_block_add_attention": False,
 }
+# What their transformers share.
+FLUX_TRANSFORMER = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+}
 
 
 @cache
@@ -97,9 +105,7 @@ def tiny_pipeline(plus: bool = False, real_schedule: bool = True, seed: int = 0,
     parts = dict(pipe.components)
     if real_schedule:
         parts["scheduler"] = FlowMatchEulerDiscreteScheduler(**REAL_SCHEDULE)
-    pipeline = (QwenImageEditPlusPipeline if plus else QwenImageEditPipeline)(**parts)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return _quiet((QwenImageEditPlusPipeline if plus else QwenImageEditPipeline)(**parts))
 
 
 def tiny_editor(resolution: int = 32, **options) -> QwenImageEdit:
@@ -127,7 +133,6 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 def tiny_flux_pipeline(kontext: bool = False, seed: int = 0, **transformer_options):
     """A FLUX.1 pipeline of one double and one single block."""
-    generator = torch.Generator().manual_seed(seed)
     with components.seeded(seed):
         vae = AutoencoderKL(
             **FLUX_VAE, scaling_factor=0.36, shift_factor=0.12, use_quant_conv=False, use_post_quant_conv=False
@@ -152,31 +157,23 @@ def tiny_flux_pipeline(kontext: bool = False, seed: int = 0, **transformer_optio
             pad_token_id=1,
         )
         options = {
-            "in_channels": 16,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
             "joint_attention_dim": 32,
             "pooled_projection_dim": 24,
             "guidance_embeds": True,
             "axes_dims_rope": (4, 6, 6),
-        } | transformer_options
-        transformer = FluxTransformer2DModel(**options)
+        }
+        transformer = FluxTransformer2DModel(**(FLUX_TRANSFORMER | options | transformer_options))
         text_encoder, text_encoder_2 = CLIPTextModel(clip_config), T5EncoderModel(t5_config)
-    _spread_weights(transformer, generator)
-    _spread_weights(vae, generator)
-    pipeline = (FluxKontextPipeline if kontext else FluxPipeline)(
-        scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULE),
-        vae=vae.eval(),
+    return _flux_family_pipeline(
+        FluxKontextPipeline if kontext else FluxPipeline,
+        torch.Generator().manual_seed(seed),
+        vae,
+        transformer,
         text_encoder=text_encoder.eval(),
         tokenizer=clip_tokenizer(),
         text_encoder_2=text_encoder_2.eval(),
         tokenizer_2=t5_tokenizer(),
-        transformer=transformer.eval(),
     )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def tiny_flux_editor(resolution: int = 32, **options) -> Flux:
@@ -193,7 +190,6 @@ def tiny_flux2_pipeline(klein: bool = False, distilled: bool = False, seed: int 
 
     The text encoders are thin but deep enough for the layers that the pipelines read.
     """
-    generator = torch.Generator().manual_seed(seed)
     text = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -204,18 +200,14 @@ def tiny_flux2_pipeline(klein: bool = False, distilled: bool = False, seed: int 
     with components.seeded(seed):
         vae = AutoencoderKLFlux2(**FLUX_VAE)
         transformer = Flux2Transformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **FLUX_TRANSFORMER,
             joint_attention_dim=3 * 16,
             timestep_guidance_channels=16,
             axes_dims_rope=(4, 4, 4, 4),
             guidance_embeds=not klein,
         )
         if klein:
-            tokens = components.build_tokenizer()
+            tokens = components.build_tokenizer()  # one of its own, since the template is set
             tokens.chat_template = (
                 "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                 "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -230,18 +222,30 @@ def tiny_flux2_pipeline(klein: bool = False, distilled: bool = False, seed: int 
             vision["model_type"] = "pixtral"
             config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=tokens.image_token_id)
             text_encoder = Mistral3ForConditionalGeneration(config)
-    for part in (transformer, vae):
-        _spread_weights(part, generator)
+    generator = torch.Generator().manual_seed(seed)
+    pipeline = _flux_family_pipeline(
+        Flux2KleinPipeline if klein else Flux2Pipeline,
+        generator,
+        vae,
+        transformer,
+        text_encoder=text_encoder.eval(),
+        tokenizer=tokens,
+        **({"is_distilled": distilled} if klein else {}),
+    )
     vae.bn.running_mean.copy_(torch.randn(16, generator=generator))
     vae.bn.running_var.copy_(torch.rand(16, generator=generator) + 0.5)
-    parts = {
-        "scheduler": FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULE),
-        "vae": vae.eval(),
-        "text_encoder": text_encoder.eval(),
-        "tokenizer": tokens,
-        "transformer": transformer.eval(),
-    }
-    pipeline = Flux2KleinPipeline(**parts, is_distilled=distilled) if klein else Flux2Pipeline(**parts)
+    return pipeline
+
+
+def _flux_family_pipeline(pipeline, generator: torch.Generator, vae, transformer, **parts):
+    """FLUX.1 and FLUX.2 alike: random weights in autoencoder and transformer, and the schedule."""
+    for part in (transformer, vae):
+        _spread_weights(part, generator)
+    schedule = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULE)
+    return _quiet(pipeline(scheduler=schedule, vae=vae.eval(), transformer=transformer.eval(), **parts))
+
+
+def _quiet(pipeline):
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -268,8 +272,7 @@ def tiny_qwen_image_pipeline(seed: int = 0) -> QwenImagePipeline:
     # The released tokenizer has 34 tokens for the system turn, which the pipeline drops; this one has more.
     system = pipeline.prompt_template_encode.split("<|im_start|>user")[0]
     pipeline.prompt_template_encode_start_idx = len(pipeline.tokenizer(system)["input_ids"]) + 3
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return _quiet(pipeline)
 
 
 def tiny_qwen_image_editor(resolution: int = 32, **options) -> QwenImage:

@@ -84,7 +84,7 @@ def test_the_similarities_are_the_metrics_own(frames):
     assert timeline.similarities.shape == (11, 2)
     expected = [max(-1.0, 1 - 4 * 20 * number / 255) for number in range(11)]
     torch.testing.assert_close(timeline.similarities[:, 0], torch.tensor(expected), atol=1e-5, rtol=0)
-    assert [call[0] for call in metric.calls] == [4, 4, 3]
+    assert [len(call[0]) for call in metric.calls] == [4, 4, 3]
 
 
 def test_the_command_writes_a_table_and_a_picture(frames, tmp_path, parity, capsys, metric):
