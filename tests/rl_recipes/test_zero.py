@@ -91,13 +91,100 @@ def test_a_step_leaves_averaging_and_clipping_to_deepspeed(tmp_path: Path, monke
 
 
 # Without a GPU DeepSpeed compiles an operator for processes of one machine at its first start, which takes minutes.
-SCRIPT = """
+NO_COMPILER = """
 import importlib
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+"""
+
+# Three steps of two backward passes a process; after the second a checkpoint goes to another engine, which takes the third.
+STEPS = (
+    NO_COMPILER
+    + """
+sys.path.insert(0, sys.argv[1])
+from types import SimpleNamespace
+import deepspeed, torch
+from rl_recipes import zero
+from tiny_editors import generators, images, tiny_editor
+
+torch.set_num_threads(1)
+deepspeed.init_distributed("gloo", verbose=False)
+rank = int(os.environ["RANK"])
+
+def start(train):
+    editor = tiny_editor()
+    trained = editor.train_all() if train == "full" else editor.add_lora(4, 8, generator=torch.Generator().manual_seed(0))
+    return editor, torch.optim.AdamW(trained, lr=1e-3)
+
+def shared(stage, train):
+    editor, optimizer = start(train)
+    plugin = SimpleNamespace(zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage}})
+    return editor, zero.ZeroOptimizer(editor, optimizer, SimpleNamespace(deepspeed_plugin=plugin), max_grad_norm=1.0)
+
+def losses(editor, which):
+    for i in which:
+        conditions = editor.encode(images(4)[i:i + 1], ["make it red"])
+        latents = editor.noise(conditions, generators(4)[i:i + 1])
+        with torch.no_grad(), editor.disable_lora():
+            reference = editor.velocity(latents, 0.6, conditions)
+        velocity = editor.velocity(latents, 0.6, conditions)
+        yield (velocity - 1).square().mean() + 0.1 * (velocity - reference).square().mean()
+
+def step(editor, optimizer):
+    for loss in losses(editor, range(2 * rank, 2 * rank + 2)):
+        zero.backward(loss / 2, optimizer)
+    optimizer.step()
+    return optimizer.gradient_norm()
+
+for stage, train in ((2, "lora"), (3, "lora"), (2, "full")):
+    editor, optimizer = start(train)
+    norms = []
+    for _ in range(3):
+        for loss in losses(editor, range(4)):
+            (loss / 4).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(editor.lora_parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [p.detach().clone() for p in editor.lora_parameters()]
+
+    two, engine = shared(stage, train)
+    found = [step(two, engine) for _ in range(2)]
+    with zero.whole(engine, moments=True):
+        kept = engine.state_dict(), [p.detach().clone() for p in two.lora_parameters()]
+    again, other = shared(stage, train)
+    with zero.whole(other):
+        with torch.no_grad():
+            for p, value in zip(again.lora_parameters(), kept[1], strict=True):
+                p.copy_(value)
+        other.load_state_dict(kept[0])
+    found += [step(again, other), step(two, engine)]
+    assert zero.num_elements(two.lora_parameters()) == sum(p.numel() for p in expected)
+    print(stage, train, norms, found, flush=True)
+    torch.testing.assert_close(found, [*norms, norms[-1]], atol=0, rtol=1e-5)
+    for way in (two, again):
+        with zero.whole(engine if way is two else other):
+            for p, value in zip(way.lora_parameters(), expected, strict=True):
+                torch.testing.assert_close(p.detach(), value, atol=1e-5, rtol=0)
+print("equal", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs DeepSpeed: pip install 'tpips-reward[deepspeed]'")
+def test_steps_of_two_processes_with_zero_equal_those_of_one() -> None:
+    found = run_two(STEPS, str(Path(__file__).parent), DS_ACCELERATOR="cpu")
+    assert [code for code, _, _ in found] == [0, 0], found[0][2][-3000:]
+    assert all("equal" in out for _, out, _ in found)
+
+
+SCRIPT = (
+    NO_COMPILER
+    + """
 run, *flags = sys.argv[1:]
 assert grpo_edit.main([*flags, "--max_steps=1"]) == 0
 assert grpo_edit.main(["--resume", f"--output_dir={run}", "--max_steps=2"]) == 0
 """
+)
 
 
 @pytest.mark.slow
