@@ -22,7 +22,7 @@ from rl_recipes.prompts import Prompt, PromptSource
 from rl_recipes.rollout import rollout
 from rl_recipes.runs import RunError, read_json, write_atomic, write_json
 from rl_recipes.seeds import EVALUATION, generator
-from rl_recipes.sharding import is_sharded
+from rl_recipes.sharding import calls_together
 from tpips_reward.scenes import measure_edit
 from tpips_reward.stopping import Interrupted
 
@@ -123,7 +123,7 @@ def evaluate(
     run, guidance, accelerator = job.args.run, job.args.editor.guidance_scale, job.accelerator
     # Processes that share weights must call the transformer equally often; what is too many is dropped below.
     world = accelerator.num_processes
-    own = range(accelerator.process_index, -(-count // world) * world if is_sharded(accelerator) else count, world)
+    own = range(accelerator.process_index, -(-count // world) * world if calls_together(accelerator) else count, world)
     found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
     most = run.samples_per_batch or run.prompts_per_iteration * run.num_generations
     asked = _once_each(((index, prompts[index]) for index in own), lambda item: item[1].key)

@@ -15,11 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from rl_recipes.config import Arguments, ConfigError
+from rl_recipes.editors.attention import takes_masks
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether the launch asked for FSDP."""
     return accelerator.distributed_type == DistributedType.FSDP
+
+
+def calls_together(accelerator: Accelerator) -> bool:
+    """Whether all processes must call the transformer equally often, since each has a part of its weights (FSDP, ZeRO-3)."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return bool(accelerator.deepspeed_plugin.zero_stage == 3)
+    return is_sharded(accelerator)
 
 
 def check(args: Arguments, accelerator: Accelerator) -> None:
@@ -34,10 +42,26 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
         raise ConfigError("FSDP must be of version 2; launch with rl_recipes/accelerate/fsdp2.yaml.")
     if args.editor.train == "full":
         raise ConfigError("FSDP2 shards frozen weights, and --train full has none; train an adapter, or launch with DDP or ZeRO-2.")
-    if args.run.data is not None and args.run.samples_per_batch != 1:
+    check_calls(args)
+
+
+def check_calls(args: Arguments) -> None:
+    """Refuses what makes processes call the transformer at different counts, so that one would wait for ever.
+
+    Raises:
+        ConfigError: batches or kernels whose number of calls depends on what is in a batch.
+    """
+    if args.run.samples_per_batch == 1:
+        return
+    if args.run.data is not None:
         raise ConfigError(
-            "With FSDP2 all processes must call the transformer equally often, but photographs of several sizes make "
-            "batches of several lengths; give --samples_per_batch 1."
+            "With FSDP2 or DeepSpeed all processes must call the transformer equally often, but photographs of several sizes "
+            "make batches of several lengths; give --samples_per_batch 1."
+        )
+    if not takes_masks(args.editor.attention_backend):
+        raise ConfigError(
+            f"With FSDP2 or DeepSpeed all processes must call the transformer equally often, but the attention backend "
+            f"{args.editor.attention_backend!r} is called once for each length of prompt; give --samples_per_batch 1."
         )
 
 

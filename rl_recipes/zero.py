@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rl_recipes.config import Arguments, ConfigError
 from rl_recipes.editors import Editor
 from rl_recipes.editors.merged_lora import disable_merged_lora
+from rl_recipes.sharding import check_calls
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,8 +46,7 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
     """Refuses what ZeRO cannot do here.
 
     Raises:
-        ConfigError: other stages, batches whose number differs between processes, and with ZeRO-3 whatever keeps a second
-            set of weights.
+        ConfigError: other stages, what `check_calls` refuses, and with ZeRO-3 whatever keeps a second set of weights.
     """
     if not is_zero(accelerator):
         return
@@ -55,11 +55,7 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
         raise ConfigError(
             f"DeepSpeed's ZeRO must be of stage 2 or 3, not {stage}; launch with rl_recipes/accelerate/zero2.yaml or zero3.yaml."
         )
-    if args.run.data is not None and args.run.samples_per_batch != 1:
-        raise ConfigError(
-            "With DeepSpeed all processes must pass back equally often, but photographs of several sizes make batches of "
-            "several lengths; give --samples_per_batch 1."
-        )
+    check_calls(args)
     second = {
         "--train full": args.editor.train == "full",
         "--ema_decay": bool(args.run.ema_decay),

@@ -74,15 +74,26 @@ def test_processes_find_the_stage_of_zero(stage: int, monkeypatch: pytest.Monkey
     [
         ({"is_fsdp2": False}, [], "must be of version 2"),
         ({}, ["--train", "full"], "--train full has none"),
-        ({}, ["--data", __file__], "give --samples_per_batch 1"),
+        ({}, ["--data", __file__], "photographs of several sizes.* give --samples_per_batch 1"),
+        ({}, ["--attention_backend", "flash"], "'flash' is called once for each length .* give --samples_per_batch 1"),
     ],
 )
 def test_launches_that_sharded_weights_cannot_serve(launch: dict[str, Any], flags: list[str], message: str) -> None:
     accelerator: Any = SimpleNamespace(**{"distributed_type": DistributedType.FSDP, "is_fsdp2": True, **launch})
     with pytest.raises(ConfigError, match=message):
         sharding.check(parse_arguments(flags), accelerator)
-    sharding.check(parse_arguments(["--samples_per_batch", "1", "--data", __file__]), SimpleNamespace(
+    sharding.check(parse_arguments(["--samples_per_batch", "1", "--data", __file__, "--attention_backend", "flash"]), SimpleNamespace(
         distributed_type=DistributedType.FSDP, is_fsdp2=True))  # type: ignore[arg-type]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "together"),
+    [("FSDP", None, True), ("DEEPSPEED", 3, True), ("DEEPSPEED", 2, False), ("MULTI_GPU", None, False), ("NO", None, False)],
+)
+def test_processes_that_share_weights_call_the_transformer_together(kind: str, stage: int | None, together: bool) -> None:
+    plugin = SimpleNamespace(zero_stage=stage)
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_plugin=plugin)
+    assert sharding.calls_together(accelerator) == together
 
 
 TWO_PROCESSES = """
