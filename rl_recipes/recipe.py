@@ -66,8 +66,8 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
             train(session)
             session.save_checkpoint()
             session.finish(before, session.evaluate_after())
-        except (Interrupted, KeyboardInterrupt) as stop:
-            session.save_after_error(agreed=isinstance(stop, Interrupted))
+        except (Interrupted, KeyboardInterrupt) as reason:
+            session.save_after_error(agreed=isinstance(reason, Interrupted))
             display.say(session.stopped())
             return INTERRUPTED
         except DivergedError:

@@ -110,7 +110,7 @@ class ZeroOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer that steps, for the learning rate."""
-        return self._engine.optimizer.param_groups  # type: ignore[no-any-return]
+        return self._engine.optimizer.param_groups
 
     def backward(self, loss: Tensor) -> None:
         """Adds the loss's gradients, averaged over the processes, to those that the next `step` takes."""
@@ -154,7 +154,7 @@ class ZeroOptimizer:
 
         inner = self._inner()
         step = next((state["step"] for state in inner.state.values() if "step" in state), None)
-        states = {} if step is None else {
+        states: dict[int, Any] = {} if step is None else {
             index: {"step": torch.tensor(float(step)),
                     **{name: safe_get_full_optimizer_state(p, name).reshape(_shape(p)).cpu() for name in _MOMENTS}}
             for index, p in enumerate(self._parameters)
@@ -190,7 +190,7 @@ class ZeroOptimizer:
                 safe_set_full_optimizer_state(p, moments[name].to(p.device), name)
 
     def _inner(self) -> torch.optim.Optimizer:
-        return self._engine.optimizer.optimizer  # type: ignore[no-any-return]
+        return self._engine.optimizer.optimizer
 
 
 def whole(optimizer: Any, moments: bool = False) -> AbstractContextManager[None]:
