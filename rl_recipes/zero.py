@@ -179,7 +179,8 @@ class ZeroOptimizer:
             return
         inner, engine = self._inner(), self._engine.optimizer
         step = next(iter(state["state"].values()))["step"]
-        for part in (p for group in inner.param_groups for p in group["params"]):
+        # ZeRO-3 gives the inner optimizer its parameters within a step only.
+        for part in engine.fp32_partitioned_groups_flat if self.partitions_weights else engine.single_partition_of_fp32_groups:
             moments = {name: torch.zeros_like(part) for name in _MOMENTS}
             inner.state[part] = {"step": step.clone(), **moments}
         if not self.partitions_weights:
