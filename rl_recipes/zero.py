@@ -58,13 +58,14 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
     check_calls(args)
     second = {
         "--train full": args.editor.train == "full",
-        "--ema_decay": bool(args.run.ema_decay),
+        "--ema_decay": bool(args.ema_decay()),
         "nft_edit.py": args.algorithm.recipe == "nft_edit",
     }
     if stage == 3 and any(second.values()):
         name = next(name for name, used in second.items() if used)
+        without = "give --ema_decay 0, or " if name == "--ema_decay" else ""
         raise ConfigError(
-            f"{name} keeps a second set of the trained weights, which ZeRO-3 shares out; launch with "
+            f"{name} keeps a second set of the trained weights, which ZeRO-3 shares out; {without}launch with "
             "rl_recipes/accelerate/zero2.yaml."
         )
 

@@ -37,6 +37,7 @@ def _launch(stage: int, kind: DistributedType = DistributedType.DEEPSPEED) -> An
         (2, 0, ["--data", __file__], "give --samples_per_batch 1"),
         (3, 0, ["--train", "full"], "--train full keeps a second set"),
         (3, 0, ["--ema_decay", "0.9"], "--ema_decay keeps a second set"),
+        (3, 0, [], "give --ema_decay 0, or launch"),
         (3, 2, [], "nft_edit.py keeps a second set"),
     ],
 )
@@ -48,7 +49,7 @@ def test_what_zero_cannot_do_is_refused(
         zero.check(args, _launch(stage))
     zero.check(args, _launch(stage, DistributedType.MULTI_GPU))
     zero.check(parse_arguments(["--train", "full", "--ema_decay", "0.9"]), _launch(2))
-    zero.check(parse_arguments([]), _launch(3))
+    zero.check(parse_arguments(["--ema_decay", "0"]), _launch(3))
 
 
 def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
