@@ -84,7 +84,7 @@ class Calibration:
 
     def map_for(self, aspect: str | None) -> MonotoneMap:
         """The map of an aspect: its own, that of the aspect which it is a wording of, or the one for all."""
-        name = (aspect or "overall").strip().casefold()
+        name = ("overall" if aspect is None else aspect).strip().casefold()
         return self.aspects.get(self.phrases.get(name, name), self.overall)
 
     def apply(self, similarities: Tensor, aspects: Sequence[str | None]) -> Tensor:

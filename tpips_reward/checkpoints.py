@@ -17,6 +17,7 @@ from torch import Tensor
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration
+from tpips_reward.devices import parse_device
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import make_readable
 from tpips_reward.fusion import FUSIONS
@@ -175,27 +176,6 @@ def _find_backbone(checkpoint: Path, hub: dict[str, Any], name: str, weights: bo
         f"The backbone {name!r} that {checkpoint / 'config.json'} names is no folder here or beside the checkpoint, "
         "and no Hub id (owner/name)."
     )
-
-
-def parse_device(device: torch.device | str | None) -> torch.device:
-    """A device that is there; None: the GPU if there is one, else the CPU.
-
-    Raises:
-        TPIPSError: an unknown name, or a GPU that this machine does not have.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-    except RuntimeError:
-        raise TPIPSError(f"The device {device!r} is unknown; use cpu, cuda, cuda:1 ...") from None
-    if target.type == "meta":
-        raise TPIPSError("The device 'meta' holds no numbers, so nothing can be scored on it; use 'cpu'.")
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise TPIPSError(
-            f"The device {str(target)!r} is not there (GPUs found: {torch.cuda.device_count()}); use 'cpu'."
-        )
-    return target
 
 
 def _load_own(folder: Path, dtype: torch.dtype, merge_lora: bool) -> tuple[FusionModule, dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpips_reward.backbone import Backbone
 from tpips_reward.calibration import Calibration
+from tpips_reward.devices import errors_named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.fusion.base import Triplet, check_triplets
 from tpips_reward.images import to_tensors
@@ -122,7 +123,8 @@ class Metric:
 
         Args:
             a, b: an image, a batch or a list each (see `tpips_reward.images`), equally many, or one against many.
-            aspects: one aspect (None or "overall": similarity as such), or a list of them for every pair.
+            aspects: one aspect (None or "overall": similarity as such), or a list of them for every pair. An empty or
+                blank text is an error, also in the methods below.
             value_range: lowest and highest value of float images, (-1, 1) for a VAE's.
             alpha: "white" composites transparent images on white, "drop" ignores alpha.
             differentiable: None follows the images; True is an error where no gradient could flow; False never
@@ -274,15 +276,8 @@ class Metric:
             TPIPSError: float16, an unknown dtype, or a device that this PyTorch cannot use.
         """
         kind = parse_dtype(dtype) if dtype is not None else None
-        try:
+        with errors_named(device, "the metric", _gib(self.fusion)):
             self.fusion.to(device=device, dtype=kind)
-        except torch.OutOfMemoryError as error:
-            raise TPIPSError(
-                f"The device {str(device)!r} has not enough free memory for the metric ({_gib(self.fusion)}); free some, "
-                "choose bfloat16 or another device."
-            ) from error
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise TPIPSError(f"The metric cannot be moved to the device {str(device)!r} ({error}); use 'cpu'.") from error
         self.backbone.choose_attention(self._attention)
         return self
 

@@ -81,10 +81,10 @@ def is_text(value: str) -> bool:
 
 
 def normalize_aspect(aspect: str | None) -> str | None:
-    """Strip an aspect; None, "" and "overall" (without case) become None: the prompt without an aspect.
+    """Strip an aspect; None and "overall" (without case) become None: the prompt without an aspect.
 
     Raises:
-        TPIPSError: the aspect is not a string, or longer than `MAX_ASPECT_CHARACTERS`.
+        TPIPSError: the aspect is not a string, is empty or blank, or longer than `MAX_ASPECT_CHARACTERS`.
     """
     if aspect is None:
         return None
@@ -94,6 +94,9 @@ def normalize_aspect(aspect: str | None) -> str | None:
             f"of type {type(aspect).__name__}."
         )
     stripped = aspect.strip()
+    if not stripped:
+        # most often a field that nobody filled in; the overall score would pass for its answer
+        raise TPIPSError(f"The aspect {aspect!r} is empty; name what to compare, or give None or 'overall' for similarity as such.")
     if not is_text(stripped):
         raise TPIPSError(f"The aspect {stripped[:40]!r} holds a lone surrogate, which is no character; check its encoding.")
     if len(stripped) > MAX_ASPECT_CHARACTERS:
@@ -101,7 +104,7 @@ def normalize_aspect(aspect: str | None) -> str | None:
             f"An aspect may have at most {MAX_ASPECT_CHARACTERS} characters, got {len(stripped)} "
             f"({stripped[:40]!r}…); shorten it to what is to be compared."
         )
-    return None if stripped.lower() in ("", "overall") else stripped
+    return None if stripped.lower() == "overall" else stripped
 
 
 def prompt_text(fusion: str, aspect: str | None) -> str:

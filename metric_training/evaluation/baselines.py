@@ -18,6 +18,7 @@ from metric_training.evaluation.vlm import ChoiceJudge, Respondent, score_judge
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.backbone import Backbone
 from tpips_reward.chat import ChatClient
+from tpips_reward.devices import usable_device
 
 UNTRAINED = "untrained:"
 #: Vision-language models: a Hub id or folder follows, or an endpoint and its model, "http://HOST:PORT/v1#MODEL".
@@ -42,7 +43,7 @@ def load_judge(
     if source.startswith((VLM_SCORE, VLM_TRIPLET)):
         return vlm_judge(source, device=device, dtype=dtype, revision=revision)
     if source in BASELINES:
-        return BASELINES[source](_usable(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        return BASELINES[source](str(usable_device(device)))
     if source.startswith(UNTRAINED):
         inner = source.removeprefix(UNTRAINED)
         return metric_judge(source, untrained_metric(inner, device=device, dtype=dtype, revision=revision))
@@ -54,15 +55,6 @@ def load_judge(
         raise TPIPSError(
             f"{error} Baselines are {', '.join(BASELINES)}, {UNTRAINED}SOURCE, {VLM_SCORE}MODEL and {VLM_TRIPLET}MODEL."
         ) from error
-
-
-def _usable(device: str) -> str:
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())[:150]
-        raise TPIPSError(f"The device {device!r} cannot be used ({reason}); use 'cpu'.") from error
-    return device
 
 
 def is_baseline(source: str) -> bool:

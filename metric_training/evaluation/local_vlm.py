@@ -13,7 +13,8 @@ from torchvision.transforms.functional import to_pil_image
 
 from metric_training.evaluation.vlm import Question
 from tpips_reward import TPIPSError
-from tpips_reward.metric import parse_dtype
+from tpips_reward.devices import usable_device
+from tpips_reward.metric import weights_dtype
 
 #: Spellings that count as the same answer: "left", "Left", " left", " Left".
 _SPELLINGS = (str, str.capitalize, " {}".format, lambda text: f" {text.capitalize()}")
@@ -181,13 +182,13 @@ def load_local_vlm(
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = parse_dtype(dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
+    target = usable_device(device)
+    kind = weights_dtype(dtype, target)
     try:
         processor: Any = AutoProcessor.from_pretrained(source, revision=revision)
         model: Any = AutoModelForImageTextToText.from_pretrained(
             source, revision=revision, dtype=kind, use_safetensors=True
-        ).to(device)
+        ).to(target)
     except Exception as error:  # transformers raises many kinds for what is missing, damaged or of another type
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise TPIPSError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from PIL import Image
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.prompts import (
@@ -20,7 +21,7 @@ def prompts(metric) -> SplitPrompts:
     return metric.fusion.prompts
 
 
-@pytest.mark.parametrize("name", [None, "", "  ", "overall", " Overall\n", "OVERALL"])
+@pytest.mark.parametrize("name", [None, "overall", " Overall\n", "OVERALL"])
 def test_overall_is_the_prompt_without_an_aspect(prompts, name):
     assert normalize_aspect(name) is None
     assert prompt_text("late", name) == "Represent the similarity of the image."
@@ -93,6 +94,24 @@ def test_control_tokens_in_an_aspect_are_an_error(prompts, name):
 def test_an_aspect_is_a_string(name):
     with pytest.raises(TPIPSError, match="must be a string"):
         normalize_aspect(name)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "\n\t"])
+def test_an_empty_aspect_is_an_error_and_not_the_overall_score(metric, name):
+    image = Image.new("RGB", (8, 8), "red")
+    asked = (
+        lambda: normalize_aspect(name),
+        lambda: metric.similarity(image, image, name),
+        lambda: metric.similarity(image, image, ["lighting", name]),
+        lambda: metric.distance(image, image, [name]),
+        lambda: metric.embed(image, [name]),
+        lambda: metric.similarity_pairs([image], [image], [(0, 0, name)]),
+        lambda: metric.odd_one_out([image] * 3, [(0, 1, 2, name)]),
+        lambda: metric.check_aspect(name),
+    )
+    for ask in asked:
+        with pytest.raises(TPIPSError, match="is empty; name what to compare, or give None or 'overall'"):
+            ask()
 
 
 def test_too_long_an_aspect_is_an_error():

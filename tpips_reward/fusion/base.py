@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,17 +12,20 @@ from torch import Tensor, nn
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import check_keys
 from tpips_reward.errors import TPIPSError
+from tpips_reward.prompts import TextFirstPrompts
 
 DEFAULT_TOKEN_BUDGET = 32768
 # Vision features that mid and early fusion hold at one time, in tokens of the language tower.
 FEATURE_BUDGET = 65536
 _BACKBONE = "backbone"
 
+#: Two indices into the images, and the aspect.
+Pair = tuple[int, int, str | None]
 #: Three indices into the images, and the aspect.
 Triplet = tuple[int, int, int, str | None]
 
 
-class FusionModule(nn.Module):
+class FusionModule(nn.Module, ABC):
     """A fusion on a Qwen3-VL backbone; subclasses say how two images and an aspect become a score.
 
     Parameters beside the backbone stay float32 when the rest is converted to bfloat16, as released files store them.
@@ -55,9 +59,9 @@ class FusionModule(nn.Module):
         self.token_budget = DEFAULT_TOKEN_BUDGET
         self.build(**options)
 
+    @abstractmethod
     def build(self) -> None:
         """Add what the fusion has beside the backbone: prompts and parameters."""
-        raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,12 +105,30 @@ class FusionModule(nn.Module):
         return self
 
 
+class TextFirstFusion(FusionModule):
+    """A fusion whose prompt has the aspect before the images, so that a pair of images is its unit of work."""
+
+    def build(self) -> None:
+        self.feature_budget = FEATURE_BUDGET
+        self.prompts = TextFirstPrompts(
+            self.backbone.tokenizer, self.kind, self.backbone.config.image_token_id, self.backbone.chat_template
+        )
+
+    @abstractmethod
+    def score_pairs(self, images: list[Tensor], pairs: Sequence[Pair]) -> Tensor:
+        """Distinct images (3, H, W) and (index, index, aspect) -> (N,) similarities; see `Metric.similarity_pairs`."""
+
+    def forward(self, images: list[Tensor], pairs: Sequence[Pair]) -> Tensor:
+        """Same as `score_pairs`, so that distributed wrappers work."""
+        return self.score_pairs(images, pairs)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of cosines and distances: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_pairs(pairs: Sequence[tuple[int, int, str | None]], count: int) -> None:
+def check_pairs(pairs: Sequence[Pair], count: int) -> None:
     """Refuse an empty list of pairs, and indices that name none of `count` images."""
     if not pairs:
         raise TPIPSError("score_pairs got no pairs; give at least one (index, index, aspect).")

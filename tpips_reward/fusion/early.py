@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from tpips_reward.attention import Section
 from tpips_reward.backbone import ImageFeatures, split_by_budget
-from tpips_reward.fusion.base import FEATURE_BUDGET, FusionModule, accumulation_dtype, check_pairs
+from tpips_reward.fusion.base import Pair, TextFirstFusion, accumulation_dtype, check_pairs
 from tpips_reward.fusion.sharing import Shared, windows
-from tpips_reward.prompts import TextFirstPrompts, normalize_aspect
+from tpips_reward.prompts import normalize_aspect
 
 PADDING, TEXT, IMAGE_A, IMAGE_B, REGISTER_1, REGISTER_2 = range(6)
 _SEES = {
@@ -84,24 +84,17 @@ def register_mask(kinds: Tensor, start: int = 0) -> Tensor:
     return allowed.unsqueeze(1)
 
 
-class EarlyFusion(FusionModule):
+class EarlyFusion(TextFirstFusion):
     """Early fusion on a Qwen3-VL backbone, with one learned register vector; arguments as `FusionModule`."""
 
     kind = "early"
     range = (-1.0, 1.0)
 
     def build(self) -> None:
+        super().build()
         self.register_embed = nn.Embedding(1, self.backbone.hidden_size)
-        self.feature_budget = FEATURE_BUDGET
-        self.prompts = TextFirstPrompts(
-            self.backbone.tokenizer, self.kind, self.backbone.config.image_token_id, self.backbone.chat_template
-        )
 
-    def forward(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> Tensor:
-        """Same as `score_pairs`, so that distributed wrappers work."""
-        return self.score_pairs(images, pairs)
-
-    def score_pairs(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> Tensor:
+    def score_pairs(self, images: list[Tensor], pairs: Sequence[Pair]) -> Tensor:
         """Cosines f(image a, image b | aspect); the vision tower sees each image once.
 
         Args:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tpips_reward.backbone import ImageFeatures
 from tpips_reward.errors import TPIPSError
+from tpips_reward.fusion.base import Pair
 from tpips_reward.fusion.image_first import ImageFirstFusion
 from tpips_reward.prompts import normalize_aspect
 
@@ -46,7 +47,7 @@ class LateFusion(ImageFirstFusion):
         states = self.read_states([(int(image.shape[-2]), int(image.shape[-1])) for image in images], lambda index: images[index], aspects)
         return [F.normalize(rows, dim=-1) for rows in states]
 
-    def score_pairs(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> Tensor:
+    def score_pairs(self, images: list[Tensor], pairs: Sequence[Pair]) -> Tensor:
         """Cosines f(image a, image b | aspect), each image encoded once for all its aspects.
 
         Args:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from tpips_reward.backbone import ImageFeatures, split_by_budget
 from tpips_reward.errors import TPIPSError
-from tpips_reward.fusion.base import FEATURE_BUDGET, FusionModule, accumulation_dtype, check_pairs
+from tpips_reward.fusion.base import Pair, TextFirstFusion, accumulation_dtype, check_pairs
 from tpips_reward.fusion.distance import DEFAULT_PROBES, Activations, DistanceHead, check_layers, spread_layers
 from tpips_reward.fusion.image_first import mrope_positions
 from tpips_reward.fusion.sharing import Shared, windows
 from tpips_reward.preprocess import ImageSettings, resize, target_size
-from tpips_reward.prompts import TextFirstPrompts, normalize_aspect
+from tpips_reward.prompts import normalize_aspect
 
 TEXT_POOLS = ("mean", "last")
 
@@ -69,7 +69,7 @@ class _Job(NamedTuple):
     second: _Node
 
 
-class MidFusion(FusionModule):
+class MidFusion(TextFirstFusion):
     """Mid fusion on a Qwen3-VL backbone, with its learned distance.
 
     Args:
@@ -86,6 +86,7 @@ class MidFusion(FusionModule):
     def build(
         self, *, probe_layers: Sequence[int] | None = None, num_probes: int = DEFAULT_PROBES, text_pool: str = "mean"
     ) -> None:
+        super().build()
         depth = int(self.backbone.config.text_config.num_hidden_layers)
         self.probe_layers = (
             spread_layers(num_probes, depth) if probe_layers is None else check_layers(probe_layers, depth)
@@ -94,20 +95,12 @@ class MidFusion(FusionModule):
             raise TPIPSError(f"text_pool {text_pool!r} is unknown; known are {', '.join(TEXT_POOLS)}.")
         self.text_pool = text_pool
         self.head = DistanceHead(self.backbone.hidden_size, len(self.probe_layers))
-        self.feature_budget = FEATURE_BUDGET
-        self.prompts = TextFirstPrompts(
-            self.backbone.tokenizer, self.kind, self.backbone.config.image_token_id, self.backbone.chat_template
-        )
 
     @property
     def options(self) -> dict[str, Any]:
         return {"probe_layers": self.probe_layers, "text_pool": self.text_pool}
 
-    def forward(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> Tensor:
-        """Same as `score_pairs`, so that distributed wrappers work."""
-        return self.score_pairs(images, pairs)
-
-    def score_pairs(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> Tensor:
+    def score_pairs(self, images: list[Tensor], pairs: Sequence[Pair]) -> Tensor:
         """Minus the distances of (image a, image b | aspect).
 
         The vision tower sees each image once, the language tower once for each of its aspects. Where two images have
@@ -146,7 +139,7 @@ class MidFusion(FusionModule):
                     activations.release(node for job in ready for node in job)
         return -torch.stack([distances[job] for job in wanted])
 
-    def _jobs(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]]) -> list[_Job]:
+    def _jobs(self, images: list[Tensor], pairs: Sequence[Pair]) -> list[_Job]:
         """Each pair, brought to equal grids."""
         shapes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         jobs = []
