@@ -22,10 +22,15 @@ from metric_training.benchmarks.edir import QUERIES
 from metric_training.benchmarks.protocol import Benchmark, Settings
 from metric_training.benchmarks.registry import BENCHMARKS
 from metric_training.benchmarks.report import as_markdown, write_report
+from metric_training.evaluation.arguments import (
+    add_metric_argument,
+    add_reading_arguments,
+    add_run_arguments,
+    check_run,
+)
 from metric_training.evaluation.baselines import load_judge
 from metric_training.evaluation.judges import Judge
 from metric_training.evaluation.report import check_outputs
-from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL
 from tpips_reward import TPIPSError
 from tpips_reward.errors import exit_on_errors
 
@@ -73,18 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Metrics on published benchmarks, in their own layouts and protocols.")
     parser.add_argument("name", choices=list(BENCHMARKS))
     parser.add_argument("--data", type=Path, required=True, help="the folder that its authors publish")
-    parser.add_argument("--metric", action="append", help="as metric_training.evaluate takes; several by repeating it")
-    parser.add_argument("--split", help="another one than its authors report; of GeneCIS: one of its subsets")
-    parser.add_argument("--image_root", help="where the images are, if not in the folder")
+    add_metric_argument(parser)
+    add_reading_arguments(parser, None, "another one than its authors report; of GeneCIS: one of its subsets")
     parser.add_argument(
         "--query", choices=QUERIES, default="text", help="EDIR: image and text, or a composition of aspects"
     )
-    parser.add_argument("--limit", type=int, help="at most so many queries, pairs or triplets")
-    parser.add_argument("--strict", action="store_true", help="stop at the first bad row")
     parser.add_argument("--output_dir", type=Path, help="write report.md and report.json there")
-    parser.add_argument("--device", help="cpu, cuda ... (default: the GPU if there is one)")
-    parser.add_argument("--dtype", help="of the metrics (default: float32 on the CPU, else bfloat16)")
-    parser.add_argument("--images_per_call", type=int, default=DEFAULT_IMAGES_PER_CALL, help="distinct images at once")
+    add_run_arguments(parser)
     return parser
 
 
@@ -92,9 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
-    for name in ("images_per_call", *(["limit"] if options.limit is not None else [])):
-        if getattr(options, name) < 1:
-            raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    check_run(options)
     check_outputs(options.output_dir)
     settings = Settings(
         split=options.split,

@@ -25,11 +25,13 @@ import numpy as np
 
 from metric_training.data.comparison import Comparison
 from metric_training.data.procedural import KINDS, TEST_SEED
-from metric_training.data.sources import DataOptions, load_data
+from metric_training.data.sources import load_data
+from metric_training.evaluation.arguments import add_run_arguments, add_vote_arguments, check_run, data_options
 from metric_training.evaluation.judges import metric_judge
-from metric_training.evaluation.report import write_file
-from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, ImageCache, score
+from metric_training.evaluation.report import check_outputs, write_file
+from metric_training.evaluation.runner import ImageCache, score
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.arguments import check_at_least
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import exit_on_errors
 
@@ -231,14 +233,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, help=f"folder for {CALIBRATION_NAME} and its diagram (default: the metric's own folder)")
     add("--per_aspect", type=int, default=0, help="aspects with so many pairs get a map of their own; 0: none (default)")
     add("--count", type=int, default=1000, help="comparisons of a procedural set")
-    add("--seed", type=int, default=TEST_SEED + 1, help="of a procedural set; not that of the test sets")
-    add("--split", default="train", help="of a set with several splits")
-    add("--image_root", help="where relative image paths start (default: the file's folder)")
-    add("--task", choices=["odd_one_out", "two_afc"], help="of a set from files (default: by its columns)")
-    add("--limit", type=int, help="at most so many comparisons of a set from files")
-    add("--device", help="cpu, cuda ... (default: the GPU if there is one)")
-    add("--dtype", help="of the metric (default: float32 on the CPU, else bfloat16)")
-    add("--images_per_call", type=int, default=DEFAULT_IMAGES_PER_CALL, help="distinct images at once")
+    add_vote_arguments(parser, "train", TEST_SEED + 1, "of a procedural set; not that of the test sets")
+    add_run_arguments(parser)
     add("--overwrite", action="store_true", help="replace a calibration that is there")
     return parser
 
@@ -247,20 +243,16 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
-    for name in ("count", "images_per_call", *(["limit"] if options.limit is not None else [])):
-        if getattr(options, name) < 1:
-            raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
-    if options.per_aspect < 0:
-        raise TPIPSError(f"--per_aspect must be at least 0, not {options.per_aspect}.")
+    check_run(options, "count")
+    check_at_least(options, 0, "per_aspect")
     folder = options.output or (Path(options.metric) if Path(options.metric).is_dir() else None)
     if folder is None:
         raise TPIPSError(f"{options.metric} is no folder of yours; say with --output where its calibration belongs.")
     target = folder / CALIBRATION_NAME
     if target.exists() and not options.overwrite:
         raise TPIPSError(f"{target} is there already; give --overwrite to replace it.")
-    how = DataOptions(count=options.count, seed=options.seed, split=options.split, image_root=options.image_root,
-                      task=options.task, limit=options.limit)  # fmt: skip
-    data = load_data(options.data, how)
+    check_outputs(folder)
+    data = load_data(options.data, data_options(options, options.count))
     if data.problems.found:
         print(data.problems.describe(), file=sys.stderr)
     metric = load_metric(options.metric, device=options.device, dtype=options.dtype)

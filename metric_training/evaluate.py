@@ -23,23 +23,23 @@ import torch
 from torch import Tensor
 
 from metric_training.data.procedural import KINDS, TEST_SEED, held_out_triplets
-from metric_training.data.sources import DataOptions, load_data
+from metric_training.data.sources import load_data
 from metric_training.data.triplets import Triplet
 from metric_training.data.votes import PAIRS
-from metric_training.evaluation.baselines import (
-    BASELINES,
-    UNTRAINED,
-    VLM_SCORE,
-    VLM_TRIPLET,
-    is_baseline,
-    load_judge,
-    untrained,
+from metric_training.evaluation.arguments import (
+    add_metric_argument,
+    add_run_arguments,
+    add_vote_arguments,
+    check_run,
+    data_options,
 )
+from metric_training.evaluation.baselines import is_baseline, load_judge, untrained
 from metric_training.evaluation.report import as_markdown as report_markdown
 from metric_training.evaluation.report import check_outputs, write_file, write_report
-from metric_training.evaluation.runner import DEFAULT_IMAGES_PER_CALL, evaluate
+from metric_training.evaluation.runner import evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.scenes import to_tensor
 
@@ -115,9 +115,9 @@ def score_triplets(judge: Judge, triplets: Sequence[Triplet]) -> dict[str, Any]:
     }
 
 
-def compare(metric: Metric, count: int) -> dict[str, dict[str, Any]]:
+def compare(metric: Metric, count: int, seed: int = TEST_SEED) -> dict[str, dict[str, Any]]:
     """A metric on known and on new wordings, beside pixel L2 and its own architecture with random weights."""
-    known, new = (held_out_triplets(count, split=split) for split in ("train", "test"))
+    known, new = (held_out_triplets(count, seed=seed, split=split) for split in ("train", "test"))
     return {
         "metric, known wordings": score_triplets(metric_judge(metric), known),
         "metric, wordings never trained on": score_triplets(metric_judge(metric), new),
@@ -147,68 +147,28 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="With one metric and no --data: that metric on known and on new wordings, pixel L2, and it untrained.",
     )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        help=f"anything that load_metric takes, {UNTRAINED}SOURCE, {', '.join(BASELINES)}, {VLM_SCORE}MODEL, "
-        f"{VLM_TRIPLET}MODEL (a Hub id, a folder, or http://HOST:PORT/v1#MODEL); several by repeating it "
-        "(default: builtin:late)",
-    )
+    add_metric_argument(parser)
     parser.add_argument("--triplets", type=int, default=1000, help="comparisons in a procedural test set")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument(
+        "--output_dir", type=Path, help="write report.md, report.json, thresholds.csv, thresholds.png there"
+    )
+    parser.add_argument("--bootstrap", type=int, default=1000, help="resamples for the intervals")
+    add_run_arguments(parser)
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data",
         help=f"{', '.join(KINDS)} (photographs:FOLDER for your own), a JSONL, CSV or Parquet file, a folder, a Hub id",
     )
-    data.add_argument("--split", default="test", help="of a set with several splits")
-    data.add_argument("--image_root", help="where relative image paths start (default: the file's folder)")
-    data.add_argument("--task", choices=["odd_one_out", "two_afc"], help="of a set from files (default: by columns)")
-    data.add_argument("--columns", help="2AFC columns by role: reference=photo,candidate_0=left,candidate_1=right")
-    data.add_argument("--limit", type=int, help="at most so many comparisons of a set from files")
     data.add_argument("--wordings", choices=["train", "test"], default="train", help="of a procedural set")
-    data.add_argument("--seed", type=int, default=TEST_SEED, help="of a procedural set")
-    data.add_argument("--revision", help="of a data set on the Hub")
-    data.add_argument("--strict", action="store_true", help="stop at the first bad row or image")
-    run = parser.add_argument_group("run")
-    run.add_argument(
-        "--output_dir", type=Path, help="write report.md, report.json, thresholds.csv, thresholds.png there"
-    )
-    run.add_argument("--device", help="cpu, cuda ... (default: the GPU if there is one)")
-    run.add_argument("--dtype", help="of the metrics (default: float32 on the CPU, else bfloat16)")
-    run.add_argument("--images_per_call", type=int, default=DEFAULT_IMAGES_PER_CALL, help="distinct images at once")
-    run.add_argument("--bootstrap", type=int, default=1000, help="resamples for the intervals")
+    add_vote_arguments(data, "test", TEST_SEED, "of a procedural set")
     return parser
-
-
-def _columns(text: str | None) -> dict[str, str]:
-    pairs = [part.partition("=") for part in (text or "").split(",") if part.strip()]
-    bad = [role for role, equals, column in pairs if not equals or not column.strip()]
-    if bad:
-        raise TPIPSError(f"--columns has {bad[0]!r}; write role=column, separated by commas.")
-    return {role.strip(): column.strip() for role, _, column in pairs}
 
 
 def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[str, Any]:
     """The evaluation that the command line asks for; problems of the data go to stderr."""
-    for name in ("triplets", "images_per_call", "bootstrap", *(["limit"] if options.limit is not None else [])):
-        if getattr(options, name) < 1:
-            raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
-    data = load_data(
-        "procedural" if options.data is None else options.data,
-        DataOptions(
-            count=options.triplets,
-            seed=options.seed,
-            wordings=options.wordings,
-            split=options.split,
-            image_root=options.image_root,
-            strict=options.strict,
-            revision=options.revision,
-            task=options.task,
-            columns=_columns(options.columns),
-            limit=options.limit,
-        ),
-    )
+    check_run(options, "triplets", "bootstrap")
+    data = load_data(options.data or "procedural", data_options(options, options.triplets, options.wordings))
     if data.problems.found:
         print(data.problems.describe(), file=sys.stderr)
     return evaluate(
@@ -230,9 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     simple = options.data is None and options.output_dir is None and len(metrics) == 1
     simple = simple and not is_baseline(metrics[0])
     if simple:
-        if options.triplets < 1:
-            raise TPIPSError(f"--triplets must be at least 1, not {options.triplets}.")
-        results = compare(load_metric(metrics[0], device=options.device, dtype=options.dtype), options.triplets)
+        check_run(options, "triplets")
+        check_at_least(options, 0, "seed")
+        metric = load_metric(metrics[0], device=options.device, dtype=options.dtype)
+        results = compare(metric, options.triplets, options.seed)
     else:
         results = run_evaluation(options, metrics)
     print(as_markdown(results) if simple else report_markdown(results))

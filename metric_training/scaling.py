@@ -18,10 +18,12 @@ from pathlib import Path
 from metric_training.data.comparison import Data
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.evaluation.judges import metric_judge
+from metric_training.evaluation.report import check_outputs
 from metric_training.evaluation.runner import evaluate
 from metric_training.training.config import TrainConfig, check_config, parse_config
 from metric_training.training.runs import finish
-from tpips_reward import TPIPSError, load_metric
+from tpips_reward import load_metric
+from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_atomic, write_text
 from tpips_reward.stopping import Interrupted
@@ -44,10 +46,13 @@ def measure_scaling(
     Returns:
         A row a share: "share", "agreement", "standard_error", "consensus".
     """
-    rows = []
+    runs = []
     for share in shares:
-        run = replace(config, train_share=float(share), output_dir=str(folder / f"share_{round(100 * share)}"))
+        run = replace(config, train_share=float(share))
         check_config(run)
+        runs.append(replace(run, output_dir=str(folder / f"share_{round(100 * share)}")))
+    rows = []
+    for share, run in zip(shares, runs, strict=True):
         metric = load_metric(finish(run, launcher) / "best")
         found = evaluate([lambda metric=metric: metric_judge("metric", metric)], test)  # type: ignore[misc]
         figures = found["metrics"]["metric"]
@@ -103,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--launcher", help="command before the script, such as 'accelerate launch --num_processes 8'")
     options, rest = parser.parse_known_args(arguments)
     config = parse_config(rest)
-    if options.test_samples < 1:
-        raise TPIPSError(f"--test_samples must be at least 1, not {options.test_samples}.")
+    check_at_least(options, 1, "test_samples")
+    check_outputs(options.output_dir)
     test = load_data(
         config.dataset_name,
         DataOptions(count=options.test_samples, split="test", image_root=config.image_root, limit=options.test_samples),

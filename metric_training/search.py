@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -20,9 +22,11 @@ from typing import Any
 
 import yaml
 
-from metric_training.training.config import TrainConfig, check_config, parse_config
+from metric_training.evaluation.report import check_outputs
+from metric_training.training.config import RESUMABLE, TrainConfig, check_config, parse_config, read_yaml
 from metric_training.training.runs import best_agreement, finish
 from tpips_reward import TPIPSError
+from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.stopping import Interrupted
@@ -54,19 +58,22 @@ def read_space(path: Path | None, config: TrainConfig) -> dict[str, Any]:
         if not config.use_peft:
             del space["lora_r"]
         return space
-    try:
-        space = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise TPIPSError(f"The space {path} cannot be read: {error}") from error
-    known = {item.name for item in fields(TrainConfig)} | {BATCH}
-    if not isinstance(space, dict) or not space:
-        raise TPIPSError(f"{path} must map settings to a list, or to low, high and log.")
+    space = read_yaml(path, "space")
+    known = {item.name for item in fields(TrainConfig)} - RESUMABLE | {BATCH}
     for name, values in space.items():
         if name not in known:
             raise TPIPSError(f"{path} searches {name!r}, which is no setting of a training.")
         is_range = isinstance(values, dict) and {"low", "high"} <= values.keys() <= {"low", "high", "log"}
         if not is_range and not (isinstance(values, list) and values):
             raise TPIPSError(f"{path}: {name} must be a list, or low and high (and log: true), not {values!r}.")
+        if is_range:
+            low, high, log = values["low"], values["high"], values.get("log", False)
+            if any(type(bound) not in (int, float) for bound in (low, high)) or not -math.inf < low < high < math.inf:
+                raise TPIPSError(f"{path}: low and high of {name} must be numbers, low below high, not {low!r} and {high!r}.")
+            if not isinstance(log, bool) or (log and low <= 0):
+                raise TPIPSError(f"{path}: log of {name} is true or false, and true needs a low above 0; it has {values!r}.")
+        elif any(type(value) not in (str, int, float, bool) for value in values):
+            raise TPIPSError(f"{path}: the choices of {name} must be numbers or names, not {values!r}.")
     return space
 
 
@@ -84,12 +91,15 @@ def with_values(config: TrainConfig, values: Mapping[str, Any], processes: int) 
     """The settings with a trial's values; α stays twice the rank, and the batch becomes passes.
 
     Raises:
-        TPIPSError: a batch that the processes and the aspects of a pass do not divide.
+        TPIPSError: a value that is none of its setting, or a batch that the processes and the aspects of a pass do not
+            divide.
     """
     changes = dict(values)
     if "lora_r" in changes:
         changes["lora_alpha"] = 2 * changes["lora_r"]
     if BATCH in changes:
+        if type(changes[BATCH]) is not int:
+            raise TPIPSError(f"{BATCH} must be a whole number, not {changes[BATCH]!r}.")
         per_pass = processes * config.per_device_train_batch_size * config.max_aspects
         passes, rest = divmod(changes.pop(BATCH), per_pass)
         if rest or not passes:
@@ -126,21 +136,33 @@ def search(
         The settings of the best trial.
 
     Raises:
-        TPIPSError: optuna is missing, or a value of the space cannot be used.
+        TPIPSError: optuna is missing, a value of the space cannot be used, or the folder is that of another search.
         Interrupted: a trial was asked to stop.
     """
     try:
         import optuna
     except ImportError as error:
         raise TPIPSError("The search needs optuna; install it with pip install 'tpips-reward[tuning]'.") from error
+    for name, values in space.items():  # before hours go into the first trials
+        for value in values if isinstance(values, list) else (values["low"], values["high"]):
+            with_values(config, {name: value}, processes)
+    check_outputs(folder)
     folder.mkdir(parents=True, exist_ok=True)
     done = optuna.trial.TrialState.COMPLETE
-    study = optuna.create_study(
-        study_name="search",
-        storage=f"sqlite:///{(folder / 'study.db').resolve()}",
-        direction="maximize",
-        load_if_exists=True,
-    )
+    try:
+        study = optuna.create_study(
+            study_name="search",
+            storage=f"sqlite:///{(folder / 'study.db').resolve()}",
+            direction="maximize",
+            load_if_exists=True,
+        )
+    except Exception as error:  # of the data base below, which has many
+        reason = " ".join(str(error).split())[:100]
+        raise TPIPSError(
+            f"{folder / 'study.db'} holds no search that can be read ({type(error).__name__}: {reason}); take it away, or give "
+            "another --output_dir."
+        ) from error
+    _check_same_search(study, config, space, folder)
     earlier = study.get_trials(deepcopy=False)
     # a new stream each time: the same one would propose the first trials again
     study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(earlier))
@@ -159,6 +181,22 @@ def search(
     best = with_values(config, study.best_params, processes)
     write_text(folder / "best.yaml", yaml.safe_dump({k: v for k, v in asdict(best).items() if v is not None}, sort_keys=False))
     return best
+
+
+def _check_same_search(study: Any, config: TrainConfig, space: Mapping[str, Any], folder: Path) -> None:
+    """Refuses to mix trials of two searches; remembers what this one is."""
+    fixed = {k: v for k, v in asdict(config).items() if k not in RESUMABLE and k not in space}
+    mine = json.loads(json.dumps({"space": dict(space), **fixed}))
+    earlier = study.user_attrs.get("search")
+    if earlier is None:
+        study.set_user_attr("search", mine)
+    for name in mine.keys() | (earlier or mine).keys():
+        before, now = (settings.get(name, "searched") for settings in (earlier or mine, mine))
+        if before != now:
+            raise TPIPSError(
+                f"The search in {folder} was begun with {name}={before!r}, not {now!r}; use the same settings, or start anew "
+                "in another --output_dir."
+            )
 
 
 def _write_trials(trials: Sequence[Any], folder: Path, names: list[str]) -> None:
@@ -180,9 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--launcher", help="command before the script, such as 'accelerate launch --num_processes 8'")
     parser.add_argument("--processes", type=int, default=1, help="how many processes the launcher starts")
     options, rest = parser.parse_known_args(arguments)
-    for name in ("trials", "processes"):
-        if getattr(options, name) < 1:
-            raise TPIPSError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    check_at_least(options, 1, "trials", "processes")
     config = parse_config(rest)
     try:
         search(

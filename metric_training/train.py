@@ -20,14 +20,31 @@ from typing import Any
 import torch
 import yaml
 
+from metric_training.data.comparison import DataError
 from metric_training.training.config import TrainConfig, check_config, parse_config
 from metric_training.training.log import Log
 from metric_training.training.model import build_fusion
 from metric_training.training.objectives import build_objective
 from metric_training.training.output import write_metrics
 from metric_training.training.schedule import Order, dropout_seed, learning_rate_factor
-from metric_training.training.setup import build_accelerator, build_loader, build_optimizer, stop_everywhere, total
-from metric_training.training.state import BEST, STATE, open_folder, restore, training_state, write_checkpoint
+from metric_training.training.setup import (
+    build_accelerator,
+    build_loader,
+    build_optimizer,
+    gathered,
+    stop_everywhere,
+    total,
+    unpacked,
+)
+from metric_training.training.state import (
+    BEST,
+    STATE,
+    clear_folder,
+    open_folder,
+    restore,
+    training_state,
+    write_checkpoint,
+)
 from metric_training.training.validation import build_validation
 from tpips_reward import TPIPSError
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
@@ -69,9 +86,10 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
     steps = order.steps(config.num_train_epochs, config.max_steps)
     start, seconds, best = 0, 0.0, -math.inf
     if saved is not None:
-        restore(model, optimizer.optimizer, saved)
+        restore(model, optimizer.optimizer, saved, folder / STATE)
         start, seconds, best = saved["step"], saved["seconds"], saved["best"]
     if accelerator.is_main_process:
+        clear_folder(folder, anew=saved is None)
         write_text(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
     batches = iter(build_loader(config, objective.examples, order, start, steps, accelerator.process_index))
     peaks = [group["lr"] for group in optimizer.param_groups] if saved is None else saved["peaks"]
@@ -95,7 +113,13 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         torch.manual_seed(dropout_seed(config.seed, step, accelerator.process_index))
-        passes = list(islice(batches, order.passes))
+        try:
+            passes = [unpacked(batch) for batch in islice(batches, order.passes)]
+        except DataError as error:
+            if step > start and accelerator.num_processes == 1:  # others would wait for this one
+                save(step)
+            log.close()
+            raise DataError(f"{error} Mend it and go on with --resume, or take its row out and start anew.") from error
         weight = total(accelerator, sum(objective.weight(batch) for batch in passes))
         loss = 0.0
         for number, batch in enumerate(passes, 1):
@@ -108,7 +132,9 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
         record = {"step": done, "loss": total(accelerator, loss), "learning_rate": peaks[0] * factor}
         if not math.isfinite(record["loss"]):
             raise TPIPSError(f"The loss became {record['loss']} at step {done}; start anew with a lower --learning_rate.")
-        accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+        if not math.isfinite(norm):  # weights would become NaN, and the next checkpoint too
+            raise TPIPSError(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         record["seconds"] = time.monotonic() - clock

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tpips_reward
+from tpips_reward.arguments import add_device_arguments
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.arguments import add_arguments
 from tpips_reward.search.arguments import add_index_arguments, add_search_arguments
@@ -76,8 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     video.set_defaults(run=run_video)
 
     for command in (score, info, evaluate, serve, index, search, video):
-        command.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: the GPU if there is one)")
-        command.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on the CPU, else bfloat16)")
+        add_device_arguments(command)
         command.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     return parser
 

@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+#: Begins the names of temporary files; what a killed process left can be told by it.
+TEMPORARY = ".tmp-"
+
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Lets ``write`` fill a temporary file beside ``path`` and moves it there once it is on the disk.
@@ -17,10 +20,14 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         write: gets the temporary path (same suffix) and writes to it.
 
     Raises:
-        OSError: when the disk refuses; an old file is untouched then, and no temporary file is left.
+        OSError: when the disk refuses, naming ``path``; an old file is untouched then, and no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-", suffix=path.suffix)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY, suffix=path.suffix)
+    except OSError as error:
+        error.filename = str(path)  # not the temporary name
+        raise
     os.close(handle)
     temporary = Path(name)
     try:
@@ -29,6 +36,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         make_readable(temporary)
         os.replace(temporary, path)
         sync(path.parent)
+    except OSError as error:
+        if error.filename in (None, str(temporary), temporary):  # a full disk names no file
+            error.filename, error.filename2 = str(path), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

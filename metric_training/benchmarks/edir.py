@@ -39,7 +39,7 @@ from metric_training.benchmarks.protocol import (
     pairwise,
 )
 from metric_training.benchmarks.ranking import expected_recall
-from metric_training.data.comparison import DataError, ImageSource, Problems, image_source
+from metric_training.data.comparison import DataError, ImageSource, Problems, as_float, image_source, shortened
 from metric_training.data.rows import read_rows
 from metric_training.evaluation.judges import Judge, PairwiseJudge
 from tpips_reward import TPIPSError
@@ -187,9 +187,16 @@ def _assemble(folder: Path, settings: Settings, read: _Reader, target: str) -> L
         position.setdefault(str(row["id"]), len(corpus))
         corpus.append(row["image"])
     answers: dict[str, list[str]] = {}
-    for _, row in read("qrels")[0]:
+    rows, problems = read("qrels")
+    for line, row in rows:
         ids = row.get(target)
-        if float(row.get("score", 1)) > 0:
+        try:
+            relevance = as_float(row.get("score", 1))
+        except (TypeError, ValueError):
+            raise DataError(
+                f"{folder}, qrels, {problems.unit} {line}: score must be a number, not {shortened(repr(row['score']))}."
+            ) from None
+        if relevance > 0:
             query = str(row.get("qid", row.get("query-id")))
             answers.setdefault(query, []).extend(map(str, ids if isinstance(ids, list) else [ids]))
     rows, problems = read("queries")

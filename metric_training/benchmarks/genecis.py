@@ -15,7 +15,6 @@ Change subsets ask for edits, to which a similarity does not apply.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm.auto import tqdm
 
 from metric_training.benchmarks.protocol import Loaded, Settings, grouped, image_index, mean_figures, pairwise
 from metric_training.benchmarks.ranking import expected_recall
-from metric_training.data.comparison import DataError, ImageSource, Problems
+from metric_training.data.comparison import DataError, ImageSource, Problems, as_json
 from metric_training.evaluation.judges import Judge
 
 SUBSETS = ("focus_attribute", "focus_object")
@@ -166,8 +165,8 @@ def crop(image: Tensor, box: Sequence[float], name: str) -> Tensor:
 
 def _templates(path: Path) -> list[Any]:
     try:
-        templates = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        templates = as_json(path.read_bytes())
+    except (OSError, DataError) as error:
         raise DataError(f"{path} cannot be read ({error}).") from error
     if not isinstance(templates, list):
         raise DataError(f"{path} must hold a list of templates, not {type(templates).__name__}.")
@@ -192,7 +191,7 @@ def _picture(item: Any, is_object: bool, index: dict[str, Path], root: Path) -> 
     try:
         number = int(item["val_image_id" if is_object else "image_id"])
         box = None if is_object else tuple(float(side) for side in item["instance_bbox"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         wanted = "val_image_id" if is_object else "image_id and instance_bbox"
         raise DataError(f"an image must have {wanted}, not {str(item)[:80]}.") from None
     if box is not None and (len(box) != 4 or not np.isfinite(box).all() or min(box[2:]) <= 0):

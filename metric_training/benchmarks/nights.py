@@ -9,6 +9,7 @@ reported as a whole and by whether the category is ImageNet's. The aspect is "ov
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,12 @@ def load(folder: Path, settings: Settings) -> Loaded:
                 data.dropped["triplets of other splits"] += 1
                 continue
             left, right, votes = (_number(row, column) for column in ("left_vote", "right_vote", "votes"))
+            if math.isnan(votes):
+                raise DataError("votes must be a number, not nan.")
             if votes < FEWEST_VOTES:
                 data.dropped["triplets with few votes"] += 1
                 continue
-            if min(left, right) < 0 or left + right <= 0:
+            if min(left, right) < 0 or not 0 < left + right < math.inf:
                 raise DataError(f"left_vote and right_vote must be shares, not {left:g} and {right:g}.")
             images = tuple(image_source(row[name], rows.root) for name in ("ref_path", "left_path", "right_path"))
             for image in images:

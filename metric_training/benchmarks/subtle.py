@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from metric_training.benchmarks.protocol import Loaded, Settings, chunks, grouped, pairwise, require
 from metric_training.benchmarks.ranking import area_under_curve
-from metric_training.data.comparison import DataError, ImageSource, image_source
+from metric_training.data.comparison import DataError, ImageSource, image_source, shortened
 from metric_training.data.rows import read_rows
 from metric_training.evaluation.judges import Judge
 from metric_training.evaluation.statistics import standard_error
@@ -61,8 +61,8 @@ def load(folder: Path, settings: Settings) -> Loaded:
             break
         try:
             category = row.get("category")
-            if category not in ASPECTS:
-                raise DataError(f"category must be one of {', '.join(ASPECTS)}, not {category!r}.")
+            if not isinstance(category, str) or category not in ASPECTS:
+                raise DataError(f"category must be one of {', '.join(ASPECTS)}, not {shortened(repr(category))}.")
             first, second = (_image(row.get(name), name, rows.root) for name in ("image_1", "image_2"))
             pairs.append((first, second, category, str(row.get("domain") or "unknown")))
         except DataError as error:

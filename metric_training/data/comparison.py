@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import filecmp
+import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from metric_training.data.votes import PAIRS
 from tpips_reward import TPIPSError
-from tpips_reward.images import to_tensors
+from tpips_reward.images import check_size, to_tensors
 
 Task = Literal["odd_one_out", "two_afc"]
 
@@ -74,21 +76,35 @@ class ImageSource:
             return self.content.tobytes()
         return self.content if isinstance(self.content, bytes) else self.content()
 
+    @property
+    def is_file(self) -> bool:
+        """Whether it names a file that is there."""
+        # os.path answers False, where Path raises, for a name that no file can have
+        return isinstance(self.content, Path) and os.path.isfile(self.content)
+
     def check(self) -> None:
-        """Reads the header of a file, so that a missing or foreign one is found before anything is computed.
+        """Reads the header of a file, so that one that no metric takes is found before anything is computed.
 
         Raises:
-            DataError: when there is no such file or it is no image.
+            DataError: when there is no such file, it is no image, or its size is none that a metric takes.
         """
         if not isinstance(self.content, Path):
             return
-        if not self.content.is_file():
-            raise DataError(f"the image {self.content} does not exist; check the image root (--image_root).")
+        name = shortened(self.content)
+        if os.path.isdir(self.content):
+            raise DataError(f"the image {name} is a folder; name a file.")
+        if not self.is_file:
+            raise DataError(f"the image {name} does not exist; check the image root (--image_root).")
         try:
-            with Image.open(self.content):
-                pass
+            with Image.open(self.content) as image:
+                width, height = image.size
         except Exception as error:  # as in load
-            raise DataError(f"the image {self.content} does not open; is it an image, and whole?") from error
+            reason = shortened(" ".join(str(error).split()) or type(error).__name__)
+            raise DataError(f"the image {name} does not open ({reason}); is it an image, whole, and not too large?") from error
+        try:
+            check_size(height, width, f"the image {name}")
+        except TPIPSError as error:
+            raise DataError(str(error)) from error
 
     def same_as(self, other: ImageSource) -> bool:
         """Whether both hold the same file contents (or pixels)."""
@@ -214,12 +230,14 @@ def vote_shares(value: Any, choices: int) -> np.ndarray:
     is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
     if not is_list or len(value) != choices or any(isinstance(v, bool) or not _is_number(v) for v in value):
         raise DataError(f"probs must be {choices} numbers, not {value!r}.")
-    shares = np.asarray(value, np.float64)
+    shares = np.array([as_float(part) for part in value])
     if not np.isfinite(shares).all() or shares.min() < 0:
-        raise DataError(f"probs must be at least 0 and finite, not {value!r}.")
-    if abs(shares.sum() - 1) > _SUM_TOLERANCE:
-        raise DataError(f"probs {value!r} sum to {shares.sum():g}, not to 1.")
-    return (shares / shares.sum()).astype(np.float32)
+        raise DataError(f"probs must be at least 0 and finite, not {shortened(repr(value))}.")
+    with np.errstate(over="ignore"):
+        total = shares.sum()
+    if abs(total - 1) > _SUM_TOLERANCE:
+        raise DataError(f"probs {value!r} sum to {total:g}, not to 1.")
+    return (shares / total).astype(np.float32)
 
 
 def image_source(value: Any, root: Path | None) -> ImageSource:
@@ -263,6 +281,36 @@ def text_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return str(value).strip()
     return ""
+
+
+def as_float(value: Any) -> float:
+    """A number or its text as a float; infinite where it is larger than any.
+
+    Raises:
+        ValueError, TypeError: it is no number.
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def as_json(text: str | bytes) -> Any:
+    """What a JSON text, or its UTF-8 bytes, hold.
+
+    Raises:
+        DataError: it is not JSON, or nested or numbered beyond what can be read.
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except (ValueError, RecursionError) as error:  # too many digits are a plain ValueError
+        raise DataError(f"not JSON ({shortened(str(error))}).") from error
+
+
+def shortened(value: object, limit: int = 200) -> str:
+    """A value's text for a message, cut where it is long."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def _is_number(value: Any) -> bool:

@@ -23,7 +23,9 @@ from metric_training.data.comparison import (
     Data,
     DataError,
     Problems,
+    as_json,
     checked_images,
+    shortened,
     text_field,
     vote_shares,
 )
@@ -173,13 +175,13 @@ def as_list(value: Any, column: str) -> list[Any]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{column!r} must be a list of objects; this text is not JSON ({error}).") from error
+            value = as_json(value)
+        except DataError as error:
+            raise DataError(f"{column!r} must be a list of objects; this text is {error}") from error
     if isinstance(value, Mapping) and all(isinstance(part, list) for part in value.values()):
         return [dict(zip(value, cells, strict=False)) for cells in zip(*value.values(), strict=False)]
     if not isinstance(value, list):
-        raise DataError(f"{column!r} must be a list of objects, not {value!r}.")
+        raise DataError(f"{column!r} must be a list of objects, not {shortened(repr(value))}.")
     return value
 
 
@@ -202,4 +204,4 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         write_text(Path(path), text)
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}).") from error
+        raise DataError(f"{path} cannot be written ({error.strerror}); give another path for the output.") from error

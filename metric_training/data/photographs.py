@@ -131,6 +131,8 @@ def load_photographs(folder: str | Path) -> tuple[Photograph, ...]:
         DataError: when there is none, or one does not open or cannot be changed visibly.
     """
     root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise DataError(f"{folder} is no folder; give one with photographs (photographs:FOLDER).")
     paths = sorted(p for p in root.rglob("*") if p.suffix.casefold() in _SUFFIXES)
     if not paths:
         raise DataError(f"{folder} holds no photograph ({', '.join(sorted(_SUFFIXES))}).")
@@ -138,10 +140,10 @@ def load_photographs(folder: str | Path) -> tuple[Photograph, ...]:
     for path in paths:
         try:
             with Image.open(path) as image:
-                image.load()
+                upright = ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:  # Pillow's decoders raise many kinds
             raise DataError(f"The photograph {path} does not open ({error}); take it out of the folder.") from error
-        loaded.append(photograph(str(path.relative_to(root)), image))
+        loaded.append(photograph(str(path.relative_to(root)), upright))
     return tuple(loaded)
 
 

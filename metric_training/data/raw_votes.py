@@ -242,8 +242,7 @@ def _odd_of_equal(images: tuple[str, ...], task: Task, root: Path | None) -> int
             return right
         if root is not None:
             first, second = (image_source(images[k], root) for k in (i, j))
-            there = all(isinstance(s.content, Path) and s.content.is_file() for s in (first, second))
-            if there and first.same_as(second):
+            if first.is_file and second.is_file and first.same_as(second):
                 return right
     return None
 
@@ -252,8 +251,7 @@ def _is_unseen(votes: list[Vote], root: Path | None) -> bool:
     images = next((vote.images for vote in votes if vote.images), ())
     if root is None or not images:
         return False
-    sources = [image_source(name, root) for name in images]
-    return not all(isinstance(source.content, Path) and source.content.is_file() for source in sources)
+    return not all(image_source(name, root).is_file for name in images)
 
 
 def read_votes(

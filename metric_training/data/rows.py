@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metric_training.data.comparison import DataError, ImageSource, Problems
+from metric_training.data.comparison import DataError, ImageSource, Problems, as_json
 
 #: Row files in the order of preference, where a folder has several kinds.
 _SUFFIXES = (".jsonl", ".parquet", ".csv", ".json")
@@ -176,9 +175,9 @@ def json_lines(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            problems.add(number, f"not JSON ({error}).")
+            row = as_json(line)
+        except DataError as error:
+            problems.add(number, str(error))
             continue
         if isinstance(row, dict):
             rows.append((number, row))
@@ -204,9 +203,9 @@ def csv_rows(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]
 
 def _json_list(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}); for one object a line call it .jsonl.") from error
+        rows = as_json(path.read_bytes())
+    except DataError as error:
+        raise DataError(f"{path} is {str(error).removesuffix('.')}; for one object a line call it .jsonl.") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} must hold a list of rows, not {type(rows).__name__}.")
     good = []

@@ -7,7 +7,7 @@ Sets name their columns in many ways (`sywang/tpips-2afc` among them), so the co
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,10 @@ from metric_training.data.comparison import (
     Data,
     DataError,
     ImageSource,
+    as_float,
+    as_json,
     checked_images,
+    shortened,
     text_field,
     vote_shares,
 )
@@ -222,12 +225,12 @@ def two_afc_shares(value: Any) -> np.ndarray:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            raise DataError(f"votes must be two numbers or a share in [0, 1], not {value!r}.") from None
+            value = as_json(value)
+        except DataError:
+            raise DataError(f"votes must be two numbers or a share in [0, 1], not {shortened(repr(value))}.") from None
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 <= value <= 1:
-            raise DataError(f"a single vote number must be a share in [0, 1], not {value!r}.")
+            raise DataError(f"a single vote number must be a share in [0, 1], not {shortened(repr(value))}.")
         return np.array([1 - value, value], np.float32)
     if isinstance(value, list | tuple | np.ndarray) and len(value) == 2 and all(isinstance(v, int) for v in value):
         total = sum(value)
@@ -261,7 +264,7 @@ def _factors(row: Mapping[str, Any], roles: Columns) -> list[Any]:
     if roles.votes_0 and roles.votes_1:
         counts = [_number(_cell(row, column), column) for column in (roles.votes_0, roles.votes_1)]
         total = sum(counts)
-        if min(counts) < 0 or total <= 0:
+        if not 0 < total < math.inf or min(counts) < 0:
             raise DataError(f"{roles.votes_0} and {roles.votes_1} must be counts of votes, not {counts}.")
         return [{"name": name, "probs": [count / total for count in counts]}]
     return [{"name": name, "probs": _cell(row, roles.probs or "")}]
@@ -275,9 +278,9 @@ def _cell(row: Mapping[str, Any], column: str) -> Any:
 
 def _number(value: Any, column: str) -> float:
     try:
-        return float(value)
+        return as_float(value)
     except (TypeError, ValueError):
-        raise DataError(f"{column!r} must be a number, not {value!r}.") from None
+        raise DataError(f"{column!r} must be a number, not {shortened(repr(value))}.") from None
 
 
 def _plain(column: str) -> str:

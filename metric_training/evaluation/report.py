@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,17 @@ def check_outputs(folder: Path | None, file: Path | None = None) -> None:
     """Refuses output paths that cannot be written, before hours have gone into what belongs there.
 
     Raises:
-        DataError: the folder is a file, or the file a folder.
+        DataError: the folder is a file, the file a folder, or nothing may be written there.
     """
     for path in (folder, file.parent if file else None):
-        taken = next((p for p in (path, *path.parents) if p.exists()), None) if path else None
-        if taken is not None and not taken.is_dir():
+        # os.path answers False, where Path raises, for a name that no file can have
+        taken = next((p for p in (path, *path.parents) if os.path.exists(p)), None) if path else None
+        if taken is None:
+            continue
+        if not taken.is_dir():
             raise DataError(f"{path} cannot be a folder, since {taken} is a file; give another path for the output.")
+        if not os.access(taken, os.W_OK | os.X_OK):
+            raise DataError(f"The folder {taken} may not be written to; mend its rights, or give another path for the output.")
     if file is not None and file.is_dir():
         raise DataError(f"{file} is a folder; name a file for the output.")
 
@@ -168,7 +174,7 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         write_atomic(path, lambda temporary: temporary.write_bytes(content))
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}).") from error
+        raise DataError(f"{path} cannot be written ({error.strerror}); give another path for the output.") from error
 
 
 def _cell(text: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -104,15 +107,63 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     Raises:
         TPIPSError: for a config file that cannot be read, an unknown setting or flag, or a value that cannot be used.
     """
-    parser = TrlParser((TrainConfig,), allow_abbrev=False)
-    try:
-        config, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise TPIPSError(f"The settings cannot be used: {error} --help lists them.") from error
+    given, argv = _take_config(list(sys.argv[1:] if argv is None else argv))
+    known = [item.name for item in fields(TrainConfig)]
+    for name in given:
+        if name not in known:
+            raise TPIPSError(f"Unknown setting {name!r} in the config file.{_nearest(str(name), known)}")
+    parser = _Parser((TrainConfig,), allow_abbrev=False)
+    parser.set_defaults_with_config(**given)
+    config, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if rest:
-        raise TPIPSError(f"Unknown flag or setting {rest[0]}; --help lists them all.")
+        flag = rest[0].split("=")[0]
+        raise TPIPSError(f"Unknown flag {flag}.{_nearest(flag.lstrip('-').replace('-', '_'), known, '--')}")
     check_config(config)
     return config
+
+
+def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
+    """A YAML mapping.
+
+    Args:
+        what: the file is, for messages, such as "config file".
+
+    Raises:
+        TPIPSError: it cannot be read, is no YAML or no mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TPIPSError(f"The {what} {path} cannot be read ({error.strerror}); check its path.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise TPIPSError(f"The {what} {path} is not YAML ({' '.join(str(error).split())[:300]}).") from error
+    if not isinstance(content, dict) or not content:
+        found = "nothing" if not content else f"a {type(content).__name__}"
+        raise TPIPSError(f"The {what} {path} must have lines such as 'learning_rate: 0.0001'; it holds {found}.")
+    return content
+
+
+class _Parser(TrlParser):
+    """TrlParser whose errors are one sentence instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TPIPSError(f"{message[:1].upper()}{message[1:]}; --help lists all settings.")
+
+
+def _take_config(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of --config's file, and the other arguments."""
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in argv:
+        return {}, argv
+    at = argv.index("--config")
+    if at + 1 >= len(argv):
+        raise TPIPSError("--config needs a file name after it.")
+    return read_yaml(argv[at + 1], "config file"), argv[:at] + argv[at + 2 :]
+
+
+def _nearest(name: str, known: list[str], dashes: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {dashes}{near[0]}?" if near else " --help lists all settings."
 
 
 def check_config(config: TrainConfig) -> None:
@@ -166,3 +217,10 @@ def _check_type(config: TrainConfig, name: str, hint: Any) -> None:
         setattr(config, name, float(value))
     elif type(value) not in (plain if hint not in (list[str], dict[str, float]) else [hint.__origin__]):
         raise TPIPSError(f"{name} must be of type {plain[0].__name__}, not {value!r}.")
+    texts = list(value) if isinstance(value, list | dict) else []
+    numbers = list(value.values()) if isinstance(value, dict) else []
+    wrong = [part for part in texts if type(part) is not str]
+    wrong += [part for part in numbers if type(part) not in (int, float) or not 0 <= part < math.inf]
+    if wrong:
+        what = "names with a number of at least 0 each" if numbers else "a list of names"
+        raise TPIPSError(f"{name} must be {what}; it holds {wrong[0]!r}.")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from metric_training.training.config import TrainConfig
+from metric_training.training.config import TrainConfig, check_config
 from metric_training.training.model import build_fusion
 from metric_training.training.state import BEST, LOG, STATE, load_checkpoint
 from tpips_reward import Metric, TPIPSError
@@ -47,15 +47,36 @@ def trained_metric(path: Path) -> tuple[Metric, dict[str, Any]]:
         TPIPSError: no checkpoint, or one that does not fit what its training started from.
     """
     saved = load_checkpoint(path, {"trained", "step", "seconds", "config"})
-    config = TrainConfig(**saved["config"])
+    config = saved_config(saved, path)
     fusion = build_fusion(config)
+    for name, value in saved["trained"].items():
+        if not bool(value.isfinite().all()):
+            raise TPIPSError(f"{path}: {name} holds NaN or infinite numbers; take the other checkpoint of the run, or train anew.")
     weights = {k.removeprefix(_PREFIX): v for k, v in saved["trained"].items() if k.startswith(_PREFIX)}
-    unknown = fusion.load_state_dict(weights, strict=False).unexpected_keys
+    try:
+        unknown = fusion.load_state_dict(weights, strict=False).unexpected_keys
+    except RuntimeError as error:  # shapes
+        reason = " ".join(str(error).split())[:200]
+        raise TPIPSError(f"{path} does not fit {config.model_name_or_path} ({reason}).") from error
     missing = {name for name, value in fusion.named_parameters() if value.requires_grad} - weights.keys()
     if unknown or missing:
         raise TPIPSError(f"{path} does not fit {config.model_name_or_path} ({min([*unknown, *missing])}).")
     fusion.requires_grad_(False)
     return Metric(fusion, info={"name": config.name or f"{config.fusion} fusion"}), saved
+
+
+def saved_config(saved: dict[str, Any], path: Path) -> TrainConfig:
+    """The settings of a checkpoint.
+
+    Raises:
+        TPIPSError: they are those of another version.
+    """
+    try:
+        config = TrainConfig(**saved["config"])
+    except TypeError as error:
+        raise TPIPSError(f"{path} was made by another version of metric_training/train.py ({error}); train anew.") from error
+    check_config(config)
+    return config
 
 
 def write_metrics(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from metric_training import train
 from metric_training.training.config import TrainConfig
-from metric_training.training.state import STATE, load_checkpoint
+from metric_training.training.state import STATE, check_same_settings, load_checkpoint
 from tpips_reward import TPIPSError
 from tpips_reward.checkpoints import CONFIG_NAME
 from tpips_reward.files import write_text
@@ -35,6 +36,8 @@ def finish(config: TrainConfig, launcher: str | None = None) -> Path:
     """
     folder = Path(config.output_dir)
     if (folder / "last" / CONFIG_NAME).is_file():
+        earlier = load_checkpoint(folder / STATE, {"config"})["config"]
+        check_same_settings(earlier, config, f"The finished training in {folder}")
         return folder
     config = replace(config, resume=(folder / STATE).is_file(), overwrite=False)
     config.overwrite = not config.resume
@@ -51,9 +54,15 @@ def best_agreement(folder: Path) -> float:
 
 
 def _launch(config: TrainConfig, folder: Path, launcher: str) -> None:
+    try:
+        words = shlex.split(launcher)
+    except ValueError as error:
+        raise TPIPSError(f"The launcher {launcher!r} is no command ({error}).") from error
+    if not words or shutil.which(words[0]) is None:
+        raise TPIPSError(f"The launcher {launcher!r} is no command that is installed here; give one such as 'accelerate launch'.")
     settings = folder.with_name(f"{folder.name}.yaml")
     write_text(settings, yaml.safe_dump({k: v for k, v in asdict(config).items() if v is not None}))
-    done = subprocess.run([*shlex.split(launcher), train.__file__, "--config", str(settings)], check=False)
+    done = subprocess.run([*words, train.__file__, "--config", str(settings)], check=False)
     if done.returncode == 130:
         raise Interrupted
     if done.returncode:

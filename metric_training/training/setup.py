@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
+from metric_training.data.comparison import DataError
 from metric_training.training.config import TrainConfig
 from metric_training.training.log import check_tracker
 from metric_training.training.schedule import Order
@@ -57,12 +59,37 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     )
 
 
+class _Carrying(Dataset[Any]):
+    """Examples; one that cannot be read is its error, which a worker process would wrap in a traceback."""
+
+    def __init__(self, examples: Any) -> None:
+        self.examples = examples
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self.examples[key]
+        except DataError as error:
+            return error
+
+
+def unpacked(batch: list[Any]) -> list[Any]:
+    """A batch of `build_loader`.
+
+    Raises:
+        DataError: that of an example that cannot be read.
+    """
+    for example in batch:
+        if isinstance(example, DataError):
+            raise example
+    return batch
+
+
 def build_loader(
     config: TrainConfig, examples: Any, order: Order, start: int, stop: int, process: int
 ) -> Iterable[list[Any]]:
     """This process's batches of the steps from ``start`` to before ``stop``, one a pass."""
     return DataLoader(
-        examples,
+        _Carrying(examples),
         batch_sampler=list(order.batches(start, stop, process)),
         collate_fn=list,
         num_workers=config.dataloader_num_workers,
@@ -72,6 +99,11 @@ def build_loader(
 def stop_everywhere(accelerator: Accelerator, stop: StopSignal) -> bool:
     """Whether any process was asked to stop; all get the same answer at the same step."""
     return stop.requested if accelerator.num_processes == 1 else total(accelerator, float(stop.requested)) > 0
+
+
+def gathered(value: Tensor) -> float:
+    """A number that may be spread over processes."""
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def total(accelerator: Accelerator, value: float) -> float:

@@ -6,6 +6,7 @@ weights are in neither. Files are written by the main process, whole or not at a
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +22,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from metric_training.evaluation.report import check_outputs
 from metric_training.training.config import RESUMABLE, TrainConfig
 from tpips_reward import TPIPSError
-from tpips_reward.files import write_atomic
+from tpips_reward.checkpoints import CONFIG_NAME
+from tpips_reward.files import TEMPORARY, write_atomic
 
 STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
-_KEYS = {"trained", "optimizer", "step", "seconds", "best", "config"}
+#: What a checkpoint to resume from holds.
+_TYPES: dict[str, Any] = {
+    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict,
+}  # fmt: skip
+_ANEW = "give the folder of another run, or start anew with --overwrite."
 # Gathered from all processes on the main one, whatever the sharding.
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
@@ -34,31 +41,54 @@ _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any] | None:
     """Makes the output folder; the checkpoint to resume from, or None.
 
+    What an earlier run left stays until `clear_folder`: settings and data that cannot be used must not cost it.
+
     Args:
         used_by_us: whether another process of this run may have written to the folder already.
 
     Raises:
-        TPIPSError: a folder in use, or a checkpoint that is missing, damaged, or of other settings.
+        TPIPSError: a folder that is in use or none, or a checkpoint that is missing, damaged, or of other settings.
     """
     folder = Path(config.output_dir)
+    check_outputs(folder)
     if config.resume:
         if not (folder / STATE).exists():
             raise TPIPSError(f"--resume was given, but {folder / STATE} does not exist; leave --resume out to start.")
-        saved = load_checkpoint(folder / STATE, _KEYS)
-        for name, value in asdict(config).items():
-            if name not in RESUMABLE and saved["config"].get(name) != value:
-                raise TPIPSError(
-                    f"The checkpoint {folder / STATE} was made with {name}={saved['config'].get(name)!r}, not {value!r}; "
-                    "resume with the same settings, or start anew in another --output_dir."
-                )
+        saved = load_checkpoint(folder / STATE, set(_TYPES))
+        check_same_settings(saved["config"], config, f"The checkpoint {folder / STATE}")
         return saved
     if not (config.overwrite or used_by_us) and folder.exists() and any(folder.iterdir()):
         raise TPIPSError(f"The output folder {folder} is not empty; give --resume to go on or --overwrite to start anew.")
     folder.mkdir(parents=True, exist_ok=True)
-    if not used_by_us:
-        for name in (STATE, BEST, LOG):
-            (folder / name).unlink(missing_ok=True)
     return None
+
+
+def clear_folder(folder: Path, anew: bool) -> None:
+    """Removes what killed processes left half written; ``anew``: the files of an earlier run too."""
+    for path in [*folder.glob(f"{TEMPORARY}*"), *([folder / name for name in (STATE, BEST, LOG)] if anew else [])]:
+        if path.is_file():
+            path.unlink()
+    for name in ("best", "last") if anew else ():
+        if (folder / name / CONFIG_NAME).is_file():  # would pass for this run's
+            shutil.rmtree(folder / name)
+
+
+def check_same_settings(saved: Mapping[str, Any], config: TrainConfig, what: str) -> None:
+    """Refuses settings with which a run could not be the continuation of another.
+
+    Args:
+        saved: the settings of that run.
+        what: it is, for the message.
+
+    Raises:
+        TPIPSError: naming the first setting that differs, and both values.
+    """
+    for name, value in asdict(config).items():
+        if name not in RESUMABLE and saved.get(name) != value:
+            raise TPIPSError(
+                f"{what} was made with {name}={saved.get(name)!r}, not {value!r}; use the same settings, or start anew in "
+                "another --output_dir."
+            )
 
 
 def load_checkpoint(path: Path, keys: set[str]) -> dict[str, Any]:
@@ -67,14 +97,16 @@ def load_checkpoint(path: Path, keys: set[str]) -> dict[str, Any]:
     Raises:
         TPIPSError: it is damaged, or something else.
     """
+    if not path.exists():
+        raise TPIPSError(f"{path} does not exist; give the output_dir of metric_training/train.py.")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise TPIPSError(f"{path} does not exist; give the output_dir of metric_training/train.py.") from None
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise TPIPSError(f"The checkpoint {path} cannot be read ({error}); start anew with --overwrite.") from error
-    if not isinstance(saved, dict) or keys - saved.keys():
-        raise TPIPSError(f"{path} is no checkpoint of metric_training/train.py; start anew with --overwrite.")
+        # torch's own text is a page of advice on files of other origin
+        reason = f"{error.strerror}" if isinstance(error, OSError) else f"{path.stat().st_size} bytes, {type(error).__name__}"
+        raise TPIPSError(f"The checkpoint {path} is damaged or none ({reason}); {_ANEW}") from error
+    if not isinstance(saved, dict) or keys - saved.keys() or any(not isinstance(saved[key], _TYPES[key]) for key in keys):
+        raise TPIPSError(f"{path} is no checkpoint of metric_training/train.py, or of another version; {_ANEW}")
     return saved
 
 
@@ -91,12 +123,43 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     }
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """The reverse of `training_state`."""
-    set_model_state_dict(model, saved["trained"], options=_OPTIONS)
-    set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=_OPTIONS)
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], where: Path) -> None:
+    """The reverse of `training_state`.
+
+    Args:
+        where: the checkpoint is, for messages.
+
+    Raises:
+        TPIPSError: the checkpoint has not what this model trains.
+    """
+    trained, missing = saved["trained"], f"The checkpoint {where} does not fit what is trained"
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")  # of a distributed wrapper
+        if not parameter.requires_grad:
+            continue
+        found = trained.get(name)
+        if not isinstance(found, Tensor) or found.shape != parameter.shape:
+            shape = f"has the shape {tuple(found.shape)}, not {tuple(parameter.shape)}" if isinstance(found, Tensor) else "is missing"
+            raise TPIPSError(f"{missing} ({name} {shape}); {_ANEW}")
+        if not bool(found.isfinite().all()):
+            raise TPIPSError(f"{missing} ({name} holds NaN or infinite numbers); {_ANEW}")
+    set_model_state_dict(model, trained, options=_OPTIONS)
+    try:
+        set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=_OPTIONS)
+    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TPIPSError(f"{missing} (its optimizer: {type(error).__name__}, {' '.join(str(error).split())[:100]}); {_ANEW}") from error
 
 
 def write_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a checkpoint file atomically."""
-    write_atomic(path, lambda temporary: torch.save(dict(content), temporary))
+    """Writes a checkpoint file atomically.
+
+    Raises:
+        TPIPSError, OSError: the disk refuses; the checkpoint that was there stays.
+    """
+    try:
+        write_atomic(path, lambda temporary: torch.save(dict(content), temporary))
+    except RuntimeError as error:  # a full disk, from torch's own writer
+        raise TPIPSError(
+            f"The checkpoint {path} cannot be written ({' '.join(str(error).split())[:150]}); is the disk full? The checkpoint "
+            "before it is whole: make room, and go on with --resume."
+        ) from error
