@@ -112,7 +112,7 @@ def sample_triplet(
             if shares is not None and len(asked) < max_aspects:
                 asked.append(str(aspect))
                 votes.append(shares)
-        if len(asked) >= 3:
+        if len(asked) >= min(3, max_aspects):
             break
     phrases = [_wording(aspect, split, rng) for aspect in asked]
     images = (render(scenes[0], size), render(scenes[1], size), render(scenes[2], size))
