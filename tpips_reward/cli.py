@@ -184,7 +184,8 @@ def _meaning(metric: Metric, as_json: bool) -> dict[str, Any]:
         "range": _json_range(metric.range) if as_json else list(metric.range),
         "direction": "higher is more similar",
         **metric.fusion.options,
-        "change_scale": metric.change_scale,
+        # measured on some hundred edits: further digits say nothing to a reader
+        "change_scale": metric.change_scale if as_json else float(f"{metric.change_scale:.4g}"),
         "change_scale_measured": metric.is_calibrated,
     }
 
