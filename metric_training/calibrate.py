@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from metric_training.data.comparison import Comparison
+from metric_training.data.comparison import Comparison, show_problems
 from metric_training.data.procedural import KINDS, TEST_SEED
 from metric_training.data.sources import load_data
 from metric_training.evaluation.arguments import add_run_arguments, add_vote_arguments, check_run, data_options
@@ -252,9 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if target.exists() and not options.overwrite:
         raise TPIPSError(f"{target} is there already; give --overwrite to replace it.")
     check_outputs(folder)
-    data = load_data(options.data, data_options(options, options.count))
-    if data.problems.found:
-        print(data.problems.describe(), file=sys.stderr)
+    data = show_problems(load_data(options.data, data_options(options, options.count)))
     metric = load_metric(options.metric, device=options.device, dtype=options.dtype)
     votes = collect(metric, data.comparisons, options.images_per_call, sys.stderr.isatty())
     before = reliability(as_probabilities(votes.raw, metric.range), votes.share)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metric_training.data.comparison import show_problems
 from metric_training.data.procedural import KINDS, TEST_SEED, held_out_triplets
 from metric_training.data.sources import load_data
 from metric_training.data.triplets import Triplet
@@ -168,9 +169,8 @@ def _parser() -> argparse.ArgumentParser:
 def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[str, Any]:
     """The evaluation that the command line asks for; problems of the data go to stderr."""
     check_run(options, "triplets", "bootstrap")
-    data = load_data(options.data or "procedural", data_options(options, options.triplets, options.wordings))
-    if data.problems.found:
-        print(data.problems.describe(), file=sys.stderr)
+    source = "procedural" if options.data is None else options.data
+    data = show_problems(load_data(source, data_options(options, options.triplets, options.wordings)))
     return evaluate(
         [partial(load_judge, name, device=options.device, dtype=options.dtype) for name in metrics],
         data,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from metric_training.data.comparison import Data
+from metric_training.data.comparison import Data, show_problems
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.evaluation.judges import metric_judge
 from metric_training.evaluation.report import check_outputs
@@ -110,10 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse_config(rest)
     check_at_least(options, 1, "test_samples")
     check_outputs(options.output_dir)
-    test = load_data(
-        config.dataset_name,
-        DataOptions(count=options.test_samples, split="test", image_root=config.image_root, limit=options.test_samples),
+    how = DataOptions(
+        count=options.test_samples,
+        split="test",
+        image_root=config.image_root,
+        limit=options.test_samples,
+        strict=config.strict,
     )
+    test = show_problems(load_data(config.dataset_name, how))
     try:
         rows = measure_scaling(config, options.shares, test, options.output_dir, options.launcher)
     except Interrupted:

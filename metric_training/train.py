@@ -32,6 +32,7 @@ from metric_training.training.setup import (
     build_loader,
     build_optimizer,
     gathered,
+    open_tracker,
     stop_everywhere,
     total,
     unpacked,
@@ -91,6 +92,7 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
     if accelerator.is_main_process:
         clear_folder(folder, anew=saved is None)
         write_text(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
+    open_tracker(accelerator, config)
     batches = iter(build_loader(config, objective.examples, order, start, steps, accelerator.process_index))
     peaks = [group["lr"] for group in optimizer.param_groups] if saved is None else saved["peaks"]
     clock = time.monotonic() - seconds

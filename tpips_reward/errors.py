@@ -36,7 +36,7 @@ def exit_on_errors(program: str = "error") -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        _leave(f"{program}: {error.filename} cannot be used: {error.strerror}.", BAD_INPUT)
+        _leave(f"{program}: {error.filename} cannot be used: {error.strerror}; check the path, the rights and the space there.", BAD_INPUT)
     except KeyboardInterrupt:
         _leave(f"{program}: interrupted", INTERRUPTED)
 

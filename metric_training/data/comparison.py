@@ -6,6 +6,7 @@ import filecmp
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -212,6 +213,13 @@ class Data:
         left_out = ", ".join(f"{count} {what}" for what, count in self.dropped.items() if count)
         reasons = self.problems.describe(3) or left_out or "it is empty"
         raise DataError(f"{self.name} has no usable comparison: {reasons}")
+
+
+def show_problems(data: Data) -> Data:
+    """The set itself; its bad rows are printed to stderr, the first 20 with their lines."""
+    if data.problems.found:
+        print(data.problems.describe(), file=sys.stderr)
+    return data
 
 
 def vote_shares(value: Any, choices: int) -> np.ndarray:

@@ -51,6 +51,7 @@ class TrainConfig:
     dataset_name: str = _setting("sywang/tpips-odd-one-out", "What evaluate's --data takes: see docs/data.md.")
     dataset_train_split: str = _setting("train", "Of a set with several splits.")
     image_root: str | None = _setting(None, "Where relative image paths start.")
+    strict: bool = _setting(False, "Stop at the first bad row; else bad rows are listed and left out.")
     eval_dataset_name: str | None = _setting(None, "For validation; the same set unless given.")
     dataset_eval_split: str = _setting("validation", "Of the set for validation.")
     eval_samples: int = _setting(500, "Comparisons in a validation at most.")
@@ -96,7 +97,7 @@ class TrainConfig:
 RESUMABLE = frozenset(
     {
         "output_dir", "name", "resume", "overwrite", "save_steps", "eval_steps", "logging_steps", "report_to", "eval_samples",
-        "dataloader_num_workers",
+        "dataloader_num_workers", "strict",
     }
 )  # fmt: skip
 
@@ -147,7 +148,7 @@ class _Parser(TrlParser):
     """TrlParser whose errors are one sentence instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise TPIPSError(f"{message[:1].upper()}{message[1:]}; --help lists all settings.")
+        raise TPIPSError(f"{message[:1].upper()}{message[1:].rstrip('.')}; --help lists all settings.")
 
 
 def _take_config(argv: list[str]) -> tuple[dict[str, Any], list[str]]:

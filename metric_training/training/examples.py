@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metric_training.data.comparison import CHOICE_PAIRS, Comparison, DataError, Task
+from metric_training.data.comparison import CHOICE_PAIRS, Comparison, DataError, Task, show_problems
 from metric_training.data.procedural import TEST_SEED
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.data.triplets import sample_triplet
@@ -132,9 +133,13 @@ def _stored(config: TrainConfig) -> StoredComparisons:
     if config.seed == TEST_SEED:
         raise DataError(f"seed {TEST_SEED} is that of the test sets; train with another one.")
     options = DataOptions(
-        count=config.train_samples, seed=config.seed, split=config.dataset_train_split, image_root=config.image_root
+        count=config.train_samples,
+        seed=config.seed,
+        split=config.dataset_train_split,
+        image_root=config.image_root,
+        strict=config.strict,
     )
-    comparisons = load_data(config.dataset_name, options).comparisons
+    comparisons = _loaded(config.dataset_name, options)
     if config.train_share < 1:
         order = np.random.default_rng([config.seed, _SHARE]).permutation(len(comparisons))
         comparisons = [comparisons[k] for k in order[: max(1, round(config.train_share * len(comparisons)))]]
@@ -153,8 +158,16 @@ def validation_comparisons(config: TrainConfig) -> list[Comparison]:
         split=config.dataset_eval_split,
         image_root=config.image_root,
         limit=config.eval_samples,
+        strict=config.strict,
     )
-    return load_data(config.eval_dataset_name or config.dataset_name, options).comparisons
+    return _loaded(config.eval_dataset_name or config.dataset_name, options)
+
+
+def _loaded(name: str, options: DataOptions) -> list[Comparison]:
+    """The comparisons of a set, whose bad rows the first process lists."""
+    data = load_data(name, options)
+    first = os.environ.get("RANK", "0") == "0"  # as accelerate and torchrun say it
+    return (show_problems(data) if first else data).comparisons
 
 
 @dataclass(frozen=True, eq=False)

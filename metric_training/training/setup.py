@@ -20,14 +20,14 @@ from tpips_reward.stopping import StopSignal
 
 
 def build_accelerator(config: TrainConfig) -> Accelerator:
-    """One process or several, as `accelerate launch` started them; the tracker is opened.
+    """One process or several, as `accelerate launch` started them.
 
     Raises:
         TPIPSError: the tracker's package is missing.
     """
     check_tracker(config.report_to)
     tracked = config.report_to != "none"
-    accelerator = Accelerator(
+    return Accelerator(
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
         cpu=not torch.accelerator.is_available(),
         log_with=config.report_to if tracked else None,
@@ -37,10 +37,13 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             DistributedDataParallelKwargs(find_unused_parameters=config.objective == "scenes" or not config.freeze_vision)
         ],
     )
-    if tracked:
+
+
+def open_tracker(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Opens the tracker, which may write to the output folder: call it once that is this run's."""
+    if config.report_to != "none":
         shown = {k: v for k, v in vars(config).items() if isinstance(v, int | float | str | bool)}
         accelerator.init_trackers("metric_training", config=shown)
-    return accelerator
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

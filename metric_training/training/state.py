@@ -143,6 +143,8 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[s
             raise TPIPSError(f"{missing} ({name} {shape}); {_ANEW}")
         if not bool(found.isfinite().all()):
             raise TPIPSError(f"{missing} ({name} holds NaN or infinite numbers); {_ANEW}")
+    if not saved["optimizer"].get("state"):  # PyTorch would start with an empty one
+        raise TPIPSError(f"{missing} (its optimizer has no state); {_ANEW}")
     set_model_state_dict(model, trained, options=_OPTIONS)
     try:
         set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=_OPTIONS)
