@@ -53,12 +53,13 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
     check_outputs(folder)
     if config.resume:
         if not (folder / STATE).exists():
-            raise TPIPSError(f"--resume was given, but {folder / STATE} does not exist; leave --resume out to start.")
+            raise TPIPSError(f"--resume was given, but {folder / STATE} does not exist: no step was saved; give --overwrite to start.")
         saved = load_checkpoint(folder / STATE, set(_TYPES))
         check_same_settings(saved["config"], config, f"The checkpoint {folder / STATE}")
         return saved
     if not (config.overwrite or used_by_us) and folder.exists() and any(folder.iterdir()):
-        raise TPIPSError(f"The output folder {folder} is not empty; give --resume to go on or --overwrite to start anew.")
+        go_on = "--resume to go on, or " if (folder / STATE).exists() else ""
+        raise TPIPSError(f"The output folder {folder} is not empty; give {go_on}--overwrite to start anew in it.")
     folder.mkdir(parents=True, exist_ok=True)
     return None
 
