@@ -303,7 +303,7 @@ def test_the_command_reads_files_and_lists_bad_rows(tmp_path: Path, capsys: pyte
         (["--image_root", str(tmp_path / "none")], "no folder"),
         (["--output_dir", str(tmp_path / "set.jsonl")], "is a file; give another path"),
         (["--output", str(tmp_path)], "is a folder; name a file"),
-        (["--device", "gpu7"], "The device 'gpu7' cannot be used"),
+        (["--device", "gpu7"], "The device 'gpu7' is unknown"),
         (["--data", ""], "No data is named"),
         (["--data", "procedural", "--seed", "-1"], "must be at least 0, not -1"),
         (["--metric", "vlm-score:"], "names no model"),
@@ -316,11 +316,11 @@ def test_the_command_reads_files_and_lists_bad_rows(tmp_path: Path, capsys: pyte
 def test_one_metric_without_data_gives_the_four_rows(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     seen = {}
 
-    def compare(metric: Metric, count: int) -> dict[str, Any]:
-        seen["count"] = count
+    def compare(metric: Metric, count: int, seed: int) -> dict[str, Any]:
+        seen.update(count=count, seed=seed)
         row = {"agreement": 0.5, "standard_error": 0.1, "consensus": 0.7, "examples": 9, "per_aspect": {}}
         return {name: row for name in ("metric, known wordings", "metric, wordings never trained on", "pixel L2")}
 
     monkeypatch.setattr(command, "compare", compare)
-    command.main(["--metric", "builtin:late", "--triplets", "7"])
-    assert seen == {"count": 7} and "| pixel L2 | 0.500 | 0.100 | 0.700 | 9 |" in capsys.readouterr().out
+    command.main(["--metric", "builtin:late", "--triplets", "7", "--seed", "3"])
+    assert seen == {"count": 7, "seed": 3} and "| pixel L2 | 0.500 | 0.100 | 0.700 | 9 |" in capsys.readouterr().out
