@@ -74,7 +74,7 @@ def read_editscore_bench(benchmark: str | Path) -> Dataset:
         TPIPSError: the table cannot be read or has other columns.
     """
     rows, votes, problems = [], [], []
-    table = read_table(Path(benchmark))
+    table, listing = read_table(Path(benchmark)), Listing()
     for number, (place, entry) in enumerate(table):
         key = f"{number:05d}"
         try:
@@ -86,7 +86,7 @@ def read_editscore_bench(benchmark: str | Path) -> Dataset:
             if not isinstance(images, list) or len(images) != 2:
                 raise TPIPSError("'output_images' are not two images.")
             rows.append(_bench_row(key, entry, "input_image", dict(zip(("first", "second"), images, strict=True)),
-                                   Path(benchmark)))  # fmt: skip
+                                   Path(benchmark), listing))  # fmt: skip
             votes.append(Vote(key, "first", "second", 1, dimension))
         except TPIPSError as error:
             problems.append(Problem("bad_row", f"{place}: {error}", key))
@@ -100,7 +100,7 @@ def read_tiger_bench(benchmark: str | Path) -> Dataset:
         TPIPSError: the table cannot be read or has other columns.
     """
     rows, votes, problems, names = [], [], [], {}
-    table = read_table(Path(benchmark))
+    table, listing = read_table(Path(benchmark)), Listing()
     for number, (place, entry) in enumerate(table):
         key = f"{number:05d}"
         try:
@@ -111,7 +111,7 @@ def read_tiger_bench(benchmark: str | Path) -> Dataset:
             if len(images) < 2 or list(images) != list(LETTERS[: len(images)]):
                 raise TPIPSError("expected candidate_1, candidate_2 and so on, at least two.")
             order = parse_ranking(entry.get("ranking"), len(images))
-            rows.append(_bench_row(key, entry, "source_image", images, Path(benchmark)))
+            rows.append(_bench_row(key, entry, "source_image", images, Path(benchmark), listing))
             names.update(dict.fromkeys(images))
             for first, second in combinations(images, 2):
                 label = (order[second] > order[first]) - (order[second] < order[first])
@@ -134,7 +134,7 @@ def read_vcreward_bench(benchmark: str | Path) -> Dataset:
     """
     listed = Path(benchmark) / "metadata.jsonl"
     table_path = listed if listed.is_file() else Path(benchmark)
-    table = read_table(table_path)
+    table, listing = read_table(table_path), Listing()
     parsed, votes, problems = [], {}, []
     for place, entry in table:
         key = ""
@@ -147,7 +147,7 @@ def read_vcreward_bench(benchmark: str | Path) -> Dataset:
             if label is None:
                 raise TPIPSError(f"the winner is {entry.get('winner')!r}; expected 'Image A', 'Image B' or 'tie'.")
             outputs = dict(zip(("A", "B"), images, strict=True))
-            row = _bench_row(key, {"task_type": entry.get("task"), **entry}, "source_image", outputs, table_path)
+            row = _bench_row(key, {"task_type": entry.get("task"), **entry}, "source_image", outputs, table_path, listing)
             parsed.append((place, row))
             votes[key] = Vote(key, "A", "B", label, "preservation")
         except TPIPSError as error:
@@ -179,22 +179,24 @@ def parse_ranking(text: object, count: int) -> dict[str, int]:
     return places
 
 
-def _bench_row(key: str, entry: dict[str, Any], source: str, images: dict[str, Any], table: Path) -> Row:
+def _bench_row(
+    key: str, entry: dict[str, Any], source: str, images: dict[str, Any], table: Path, listing: Listing
+) -> Row:
     instruction = entry.get("instruction")
     if not isinstance(instruction, str):
         raise TPIPSError(f"'instruction' is {instruction!r}; expected text.")
-    refs = {name: _image(value, table, name) for name, value in images.items()}
+    refs = {name: _image(value, table, name, listing) for name, value in images.items()}
     category = entry.get("task_type")
     category = category.strip() if isinstance(category, str) and category.strip() else "uncategorized"
-    return Row(key, _image(entry.get(source), table, source), instruction.strip(), refs, category=category)
+    return Row(key, _image(entry.get(source), table, source, listing), instruction.strip(), refs, category=category)
 
 
-def _image(value: Any, table: Path, name: str) -> ImageRef:
+def _image(value: Any, table: Path, name: str, listing: Listing) -> ImageRef:
     """An image in the table, or a path relative to it."""
     if isinstance(value, str) and value.strip():
         value = ImageFile((table if table.is_dir() else table.parent) / value.strip())
     if isinstance(value, ImageFile):
-        found = find_path(value.path, Listing())
+        found = find_path(value.path, listing)
         if found.path is None:
             raise TPIPSError(found.detail)
     if value is None or isinstance(value, str | list):
