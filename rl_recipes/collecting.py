@@ -188,7 +188,12 @@ def collect(
             eta=eta,
             kind=kind,
             guidance_scale=job.args.editor.guidance_scale,
-            starts=group_generators(job, drawn, step.number) if same_noise else None,
+            # Of neighbours that share a stream for the steps, each still starts from noise of its own.
+            starts=group_generators(job, drawn, step.number)
+            if same_noise
+            else edit_generators(job, drawn, step.number, START)
+            if antithetic
+            else None,
             mirrored=[antithetic and item.sample % 2 == 1 for item in drawn],
         )
     job.stop.check()

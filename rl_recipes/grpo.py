@@ -96,7 +96,8 @@ def update(job: Job, batches: Sequence[Batch], step: Iteration) -> dict[str, flo
     """Replays the trained steps and moves the trained weights.
 
     Returns:
-        ``ratio_mean``, ``ratio_max_deviation`` (of this process), ``clip_fraction``, ``kl``, ``grad_norm``, ``loss``.
+        ``ratio_mean``, ``ratio_max_deviation``, ``clip_fraction``, ``kl`` and ``loss`` of this process's edits, and
+        ``grad_norm`` of all.
 
     Raises:
         NonFiniteError: for a NaN or infinite loss or gradient, before it reaches the weights.

@@ -106,7 +106,12 @@ def _parse(
             raise ConfigError(f"Unknown setting {name!r} in {files[name]}.{_nearest(str(name), known)}")
     flags = {arg.split("=")[0].lstrip("-").replace("-", "_") for arg in argv if arg.startswith("--")}
     files = {name: file for name, file in files.items() if name not in flags}
-    parser = _Parser((EditorArguments, RewardArguments, RunArguments, algorithm), allow_abbrev=False)
+    parser = _Parser(
+        (EditorArguments, RewardArguments, RunArguments, algorithm),
+        allow_abbrev=False,
+        description=(algorithm.__doc__ or "").partition("\n")[0],
+        epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 2e-4'; flags win over it.",
+    )
     parser.files = files
     parser.set_defaults_with_config(**{**algorithm.shared, **settings})
     *parsed, rest = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)

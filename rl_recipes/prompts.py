@@ -7,6 +7,7 @@ resumes, or that is spread over several processes, needs no state from them.
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 import logging
@@ -33,6 +34,8 @@ MAX_ASPECT_RATIO = 8.0
 #: Shorter sides are refused: an image of a few pixels is a mistake, not a photograph.
 MIN_SIDE = 16
 _MAX_NAMED = 20
+#: Of a row of --data.
+_KEYS = ("image", "instruction", "preserve", "target")
 
 
 class PromptError(TPIPSError):
@@ -250,6 +253,10 @@ def parse_row(line: bytes, number: int, folder: Path) -> Row:
     for name in ("image", "instruction", "preserve"):
         if name not in row:
             raise PromptError(f"{name!r} is missing; it has {', '.join(map(repr, row)) or 'no keys'}.")
+    for name in row.keys() - set(_KEYS):
+        meant = difflib.get_close_matches(str(name).casefold(), _KEYS, n=1, cutoff=0.8)
+        if meant:  # any other key may be the user's own
+            raise PromptError(f"the key {name!r} is not known; {meant[0]!r} is. Correct it, or choose another name.")
     names = row["image"] if isinstance(row["image"], list) and row["image"] else [row["image"]]
     for name, texts in (("image", names), ("instruction", [row["instruction"]])):
         for text in texts:

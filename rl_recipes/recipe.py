@@ -65,7 +65,7 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
             before = session.evaluate_before()
             train(session)
             session.save_checkpoint()
-            session.finish(before, session.evaluate_after())
+            session.finish(before, session.evaluate_after(before))
         except (Interrupted, KeyboardInterrupt) as reason:
             session.save_after_error(agreed=isinstance(reason, Interrupted))
             display.say(session.stopped())

@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -40,6 +40,7 @@ TPIPS_OPTIONS = ("metric", "revision", "device", "dtype", "gate", "gate_threshol
 FUNCTION_ARGUMENTS = ("images", "sources", "instructions", "preserve", "target")
 #: The longest wait before a failed reward is asked again, in seconds.
 LONGEST_WAIT = 10.0
+BUILT_IN = "tpips:preserve, tpips:target, tpips:edit and remote:http://host:port"
 
 
 class Source(Protocol):
@@ -144,7 +145,7 @@ class FunctionReward:
     It gets those of these arguments that it names, of equal length B: ``images`` and ``sources`` (lists of (3, H, W)
     float32 tensors in [0, 1], of one size each pair), ``instructions`` (texts), ``preserve`` and ``target`` (lists of
     aspects). It answers B numbers, higher is better: a list, an array, a tensor, whose gradient is used by
-    backprop_edit, or a `RewardOutput`. An error or a number that is not finite stops the run after the retries; it never becomes a reward.
+    backprop_edit, or a `RewardOutput`, of which scores, terms and aspects are used. An error or a number that is not finite stops the run after the retries; it never becomes a reward.
 
     Args:
         name: ``module:function``; the module is looked for in the working directory first.
@@ -160,7 +161,10 @@ class FunctionReward:
         try:
             function = getattr(importlib.import_module(module), attribute)
         except Exception as error:  # whatever the module's own code raises
-            raise ConfigError(f"The reward {name!r} cannot be imported ({type(error).__name__}: {error}).") from error
+            known = f" The rewards that come along are {BUILT_IN}." if isinstance(error, ModuleNotFoundError) else ""
+            raise ConfigError(
+                f"The reward {name!r} cannot be imported ({type(error).__name__}: {error}).{known}"
+            ) from error
         finally:
             sys.path.append(sys.path.pop(0))
         if not callable(function):
@@ -185,7 +189,7 @@ class FunctionReward:
         }
         answer = self.function(**{k: v for k, v in given.items() if self._all or k in self._names})
         if isinstance(answer, RewardOutput):
-            return answer
+            return replace(answer, parts={})  # its parts, as a TPIPSReward has them, are none of this run's
         scores = torch.as_tensor(answer, dtype=torch.float32)
         return RewardOutput(scores, [{} for _ in edits], {}, {})
 
@@ -325,8 +329,7 @@ def open_source(entry: Entry) -> Source:
     if colon and re.fullmatch(r"[\w.]+", family) and re.fullmatch(r"\w+", rest):
         return FunctionReward(entry.name)
     raise ConfigError(
-        f"Unknown reward {entry.name!r}; give tpips:preserve, tpips:target, tpips:edit, remote:http://host:port, or a "
-        "function of yours as module:function."
+        f"Unknown reward {entry.name!r}; there are {BUILT_IN}, and functions of yours as module:function."
     )
 
 

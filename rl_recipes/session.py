@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shlex
 import time
@@ -26,6 +27,7 @@ from rl_recipes.reporting import edit_rows, summarise_rows
 from rl_recipes.rewards import Rewards
 from rl_recipes.runs import RunError, disk_errors, write_json
 from rl_recipes.watching import Watch
+from rl_recipes.weights import ShadowWeights
 from rl_recipes.zero import ZeroOptimizer, whole
 from tpips_reward.errors import TPIPSError
 from tpips_reward.scenes import render, to_tensor
@@ -75,6 +77,7 @@ class Session:
         if job.average is not None:
             self._kept["average"] = job.average
         self._restored: dict[str, Any] = {}
+        self._ended: dict[str, Any] = {}  # states of what is kept, at the end of the last iteration
         self._saved = -1
 
     def keep(self, name: str, part: Stateful) -> None:
@@ -166,6 +169,10 @@ class Session:
             self.display.say(f"Warning, iteration {step.number}: {sentence}", style="yellow")
         self.iteration = step.number
         self.job.weights_are_between = False
+        # A run that is stopped within the next iteration has taken prompts and rewards from it, and will do so again.
+        # The second sets of weights move with the weights alone.
+        plain = {name: part.state_dict() for name, part in self._kept.items() if not isinstance(part, ShadowWeights)}
+        self._ended = copy.deepcopy(plain)
         self.clock.note(line["seconds"])
         run = self.job.args.run
         if run.report_to != "none":
@@ -191,7 +198,7 @@ class Session:
             "reserved": self.clock.reserved,
             "threads": torch.get_num_threads(),
             "data": self._data(),
-            "kept": {name: part.state_dict() for name, part in self._kept.items()},
+            "kept": {n: self._ended[n] if n in self._ended else part.state_dict() for n, part in self._kept.items()},
         }
         # All weights are in the checkpoint already; an adapter is written in the layout of pipelines too.
         also = self._save_adapter if job.args.editor.train == "lora" else lambda folder: None
@@ -270,8 +277,15 @@ class Session:
             result.save(folder)
         return result
 
-    def evaluate_after(self) -> Evaluation:
-        """Evaluates the trained editor."""
+    def evaluate_after(self, before: Evaluation) -> Evaluation:
+        """Evaluates the trained editor; `before` where there was no time to train."""
+        if self.iteration == 0:
+            self.display.say(
+                "Nothing was trained: the evaluation before took up the run's time, or --max_steps is 0. Raise "
+                "--max_minutes, or lower --eval_samples.",
+                style="yellow",
+            )
+            return before
         with self._final_weights():
             return self.evaluate("after")
 

@@ -48,8 +48,8 @@ def asks_for_nothing() -> list[float]:
 
 
 def whole_output(images: list[Tensor]) -> RewardOutput:
-    scores = torch.zeros(len(images))
-    return RewardOutput(scores, [{} for _ in images], {})
+    scores = torch.full((len(images),), 0.5)
+    return RewardOutput(scores, [{} for _ in images], {}, {"a part of its own": scores})
 
 
 NUMBER = 3

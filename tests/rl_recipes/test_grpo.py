@@ -137,6 +137,14 @@ def test_a_group_starts_from_one_noise_and_its_pairs_part_in_opposite_directions
     assert not torch.allclose(drawn[:, 0], drawn[:, 2], atol=0.1), "two pairs have noise of their own"
 
 
+def test_antithetic_edits_of_separate_noise_start_apart(tmp_path: Any) -> None:
+    (batch,) = _collect(job_of(_args(same_noise=False, antithetic=True), tiny_editor(), tmp_path))
+    t = batch.trajectory
+    assert torch.unique(t.latents[0].flatten(1), dim=0).shape[0] == 8
+    drawn = t.next_latents - t.means
+    torch.testing.assert_close(drawn[:, ::2], -drawn[:, 1::2], atol=1e-5, rtol=1e-4)
+
+
 def test_an_iteration_in_parts_gives_the_gradient_of_the_whole(tmp_path: Any) -> None:
     """Batches of three edits, and processes of two groups each, add up to the gradient of one batch of four groups."""
     gradients = {}

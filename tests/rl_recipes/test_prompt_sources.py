@@ -82,6 +82,7 @@ BAD_ROWS = {
     "address": (_row(image="https://x.org/a.png"), "must be a local file"),
     "missing image": (_row(image="none.png"), "none.png does not exist"),
     "not an image": (_row(image="text.png"), "text.png does not open"),
+    "a slip of the finger": ({**_row(), "Traget": ["color"]}, "key 'Traget' is not known; 'target' is"),
     "a strip": (_row(image="strip.png"), "too narrow, 300x20"),
     "a speck": (_row(image="speck.png"), "too small, 8x8"),
     "too large": (_row(image="large.png"), "too large, 120x100"),

@@ -24,7 +24,11 @@ Flags = Callable[..., list[str]]
 
 #: Each with the settings that make every part of it run, its EMA among them, and what a line of it must have.
 RECIPES: dict[str, tuple[ModuleType, dict[str, Any], set[str]]] = {
-    "ddpo": (ddpo_edit, {"train_prompts": 2, "min_count": 2, "ema_decay": 0.5, "ratio": "guard"}, {"kl", "ratio_mean"}),
+    "ddpo": (
+        ddpo_edit,
+        {"train_prompts": 5, "skip_saturated": "true", "min_count": 2, "ema_decay": 0.5, "ratio": "guard"},
+        {"kl", "ratio_mean"},
+    ),
     "nft": (nft_edit, {"noise_levels": 2, "kl_weight": 0.1, "old_decay_rate": 0.2}, {"positive", "negative", "distance"}),
     "backprop": (backprop_edit, {"kl_weight": 0.1, "backprop": "alignprop", "num_generations": 1}, {"gradient_steps"}),
 }

@@ -66,6 +66,7 @@ def test_entries() -> None:
         ("brightness", "Unknown reward 'brightness'"),
         (f"{OWN}:brightness[device=cpu]", "takes no options"),
         ("no_such_module:f", "cannot be imported .ModuleNotFoundError"),
+        ("tpps:preserve", "rewards that come along are tpips:preserve, tpips:target, tpips:edit"),
         (f"{OWN}:no_such_function", "cannot be imported .AttributeError"),
         (f"{OWN}:NUMBER", "is a int; give a function"),
         (f"{OWN}:asks_for_more", "asks for 'masks'; its arguments may be images, sources"),
@@ -108,12 +109,21 @@ def test_several_sources_are_added_with_their_weights_and_keep_their_parts() -> 
 
 def test_a_function_gets_what_it_names() -> None:
     edits, prompts = images(2), _prompts()
-    for name, expected in (("everything", [2.0, 2.0]), ("whole_output", [0.0, 0.0])):
+    for name, expected in (("everything", [2.0, 2.0]), ("whole_output", [0.5, 0.5])):
         out = build_rewards(f"{OWN}:{name}", _settings(), "cpu")(edits, edits, prompts)
         assert out.scores.tolist() == expected
     out = build_rewards(f"{OWN}:brightness_without_gradient=3", _settings(), "cpu")(edits, edits, prompts)
     assert out.scores.tolist() == pytest.approx([3 * float(image.mean()) for image in edits])
     assert out.parts[f"{OWN}:brightness_without_gradient"].tolist() == pytest.approx([float(i.mean()) for i in edits])
+
+
+def test_the_weight_of_a_whole_output_counts_and_its_parts_are_its_own() -> None:
+    edits, name = images(2), f"{OWN}:whole_output"
+    out = build_rewards(f"{name}=0.1", _settings(), "cpu")(edits, edits, _prompts())
+    assert out.scores.tolist() == pytest.approx([0.05, 0.05])
+    assert out.parts.keys() == {name} and out.parts[name].tolist() == [0.5, 0.5]
+    mixed = build_rewards(f"{name}=0.1,tpips:preserve", _settings(), "cpu")
+    assert mixed(edits, edits, _prompts()).parts.keys() == mixed.weights.keys() == {name, "tpips:preserve"}
 
 
 def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[float]) -> None:
