@@ -117,7 +117,7 @@ class RunArguments:
     num_inference_steps: int = _setting(6, "Denoising steps of a rollout.")
     eval_inference_steps: int = _setting(8, "Denoising steps in the evaluation; 0: as many as in a rollout.")
 
-    learning_rate: float = _setting(1.2e-3, "Learning rate of AdamW.")
+    learning_rate: float = _setting(1.6e-3, "Learning rate of AdamW.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = _setting("constant", "Decay over max_steps.")
     weight_decay: float = _setting(0.0, "Weight decay of AdamW.")
     adam_beta1: float = _setting(0.9, "First momentum of AdamW.")
@@ -130,7 +130,7 @@ class RunArguments:
         f"{LORA_EMA_DECAY} for a LoRA that GRPO trains, none otherwise.",
     )
 
-    max_steps: int = _setting(80, "Iterations.")
+    max_steps: int = _setting(95, "Iterations.")
     max_minutes: float | None = _setting(
         None,
         "Stop in time for the whole run, evaluation included, to end within so many minutes; 0: no limit; "
@@ -194,7 +194,7 @@ class PolicyArguments:
         "plain", "'guard' is GRPO-Guard's normalised ratio; its epsilon is smaller than the plain one's by about eta."
     )
     beta: float = _setting(
-        0.3, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
+        0.2, "Weight of the KL to the editor without its adapter; it damps what the noise of few samples does."
     )
 
     def last_sde_step(self, num_steps: int) -> int:
