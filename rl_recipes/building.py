@@ -56,12 +56,16 @@ def build_accelerator(args: Arguments) -> Accelerator:
         accelerator.native_amp = accelerator.mixed_precision == "bf16"
     if not accelerator.is_main_process:
         logging.getLogger("rl_recipes").setLevel(logging.ERROR)
+    set_threads(accelerator, g.threads)
+    return accelerator
+
+
+def set_threads(accelerator: Accelerator, threads: int) -> None:
+    """On a CPU, the threads of this process; 0: the cores, shared by the machine's processes."""
     if accelerator.device.type == "cpu":
         # accelerate launch leaves one thread where nothing else is configured.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(g.threads or max(1, cores // local))
-    return accelerator
+        torch.set_num_threads(threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def start_trackers(args: Arguments, accelerator: Accelerator) -> None:

@@ -160,8 +160,8 @@ class GroupAdvantageArguments:
     """How rewards become advantages within a group."""
 
     adv_clip: float = _setting(5.0, "Advantages are clipped to this size.")
-    advantage_std: Literal["group", "batch"] = _setting(
-        "group", "Advantages are divided by the standard deviation of the group, or of the whole batch."
+    advantage_std: Literal["group", "batch", "none"] = _setting(
+        "group", "Advantages are divided by the standard deviation of the group, of the whole batch, or not at all."
     )
 
 

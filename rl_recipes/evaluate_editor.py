@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,6 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from tqdm import tqdm
 
 from rl_recipes import rendering
+from rl_recipes.building import set_threads
 from rl_recipes.editors import Editor, load_editor
 from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
 from rl_recipes.parsing import PRESETS, load_yaml
@@ -54,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)]
     )
-    if accelerator.device.type == "cpu":  # accelerate launch leaves one thread where nothing else is configured
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(args.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    set_threads(accelerator, args.threads)
     folder = RunFolder(args.output_dir, owner=accelerator.is_main_process)
     with folder, StopSignal() as stop:
         if accelerator.is_main_process:

@@ -111,11 +111,10 @@ def _weight(text: str | None, piece: str) -> float:
     return weight
 
 
-class TPIPSSource:
-    """Modes of one TPIPS metric, measured together."""
+class AspectSource:
+    """A reward that is told each prompt's aspects."""
 
-    def __init__(self, reward: TPIPSReward) -> None:
-        self.reward = reward
+    reward: TPIPSReward | RemoteReward
 
     def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
         return self.reward(
@@ -123,7 +122,16 @@ class TPIPSSource:
         )
 
 
-class RemoteSource:
+class TPIPSSource(AspectSource):
+    """Modes of one TPIPS metric, measured together."""
+
+    reward: TPIPSReward
+
+    def __init__(self, reward: TPIPSReward) -> None:
+        self.reward = reward
+
+
+class RemoteSource(AspectSource):
     """The reward of a server; it waits and asks again by itself, and gives no gradient."""
 
     def __init__(self, address: str, options: dict[str, str]) -> None:
@@ -132,11 +140,6 @@ class RemoteSource:
             raise ConfigError(f"A reward server has no option {min(odd)!r}; there are reward, timeout and patience.")
         times = {name: _number(options[name], None) for name in ("timeout", "patience") if name in options}
         self.reward = RemoteReward(address, options.get("reward"), **times)  # type: ignore[arg-type]
-
-    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
-        return self.reward(
-            edits, sources, preserve=[list(p.preserve) for p in prompts], target=[list(p.target) for p in prompts]
-        )
 
 
 class FunctionReward:
@@ -223,7 +226,7 @@ class Rewards:
     def check_aspects(self, preserve: Sequence[str], target: Sequence[str]) -> None:
         """Refuses the aspects of a sample that a TPIPS reward, here or on a server, would refuse."""
         for one in self.asked:
-            if isinstance(one.source, (TPIPSSource, RemoteSource)):
+            if isinstance(one.source, AspectSource):
                 one.source.reward.check_aspects(preserve, target)
 
     def tpips(self) -> list[TPIPSReward]:

@@ -5,7 +5,7 @@ ODE. With `limit` steps to choose from, a window of `size` steps begins at 0 (th
 
 - first: steps 0 to size - 1, always.
 - slide (MixGRPO): begins at step 0 and moves on by `stride` every `every` iterations. Its last place is flush with the
-  end; then it starts over, or stays there (`wrap=False`).
+  end; then it starts over.
 - random (Flow-GRPO-Fast): every `every` iterations a new place, each with equal chance.
 
 A window is a function of (seed, iteration) alone: all processes and a resumed run agree on it.
@@ -29,7 +29,6 @@ def sde_window(
     kind: str = "first",
     every: int = 1,
     stride: int = 1,
-    wrap: bool = True,
     seed: int = 0,
 ) -> tuple[int, ...]:
     """The stochastic steps of an iteration, ascending.
@@ -64,7 +63,7 @@ def sde_window(
     start = 0
     if kind == "slide":
         places = -(-last // stride) + 1
-        start = min((move % places if wrap else move) * stride, last)
+        start = min(move % places * stride, last)
     elif kind == "random":
         start = int(torch.randint(last + 1, (), generator=generator(seed, WINDOW, move)))
     return tuple(range(start, start + size))
