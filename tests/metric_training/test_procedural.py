@@ -158,7 +158,7 @@ def test_a_folder_of_photographs(tmp_path: Path) -> None:
     (tmp_path / "c.png").write_text("no picture")
     with pytest.raises(DataError, match=r"c\.png does not open"):
         load_photographs(tmp_path)
-    with pytest.raises(DataError, match="holds no photograph"):
+    with pytest.raises(DataError, match="none is no folder"):
         load_photographs(tmp_path / "none")
 
 

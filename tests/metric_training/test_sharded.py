@@ -57,7 +57,7 @@ def one_step(config: TrainConfig, shard: bool) -> dict[str, Any]:
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.zero_()
-            restore(model, optimizer, state)
+            restore(model, optimizer, state, Path("a checkpoint"))
     return state
 
 

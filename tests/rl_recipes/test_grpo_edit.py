@@ -81,15 +81,16 @@ def test_the_first_ratio_is_exactly_one_and_the_weights_move(whole_run: Path) ->
     assert moved
 
 
-def test_the_adapter_loads_into_the_pipeline_and_is_the_trained_one(whole_run: Path, editor_folder: Path) -> None:
+def test_the_adapter_loads_into_the_pipeline_and_is_the_average_of_the_trained_one(whole_run: Path, editor_folder: Path) -> None:
     editor = load_editor(editor_folder, device="cpu", resolution=32)
     editor.pipe.load_lora_weights(whole_run / "adapter")
     trained = _weights(whole_run, 4)
+    state = torch.load(whole_run / "checkpoints" / "step_000004" / "state.pt", weights_only=True)
+    average = state["extra"]["kept"]["average"]["tensors"]
     loaded = {n: p for n, p in editor.transformer.named_parameters() if ".lora_" in n}
-    assert len(loaded) == len(trained)
-    assert sorted(p.detach().sum().item() for p in loaded.values()) == pytest.approx(
-        sorted(p.sum().item() for p in trained.values())
-    )
+    assert len(loaded) == len(trained) == len(average)
+    sums = [sorted(p.detach().double().sum().item() for p in part) for part in (loaded.values(), average, trained.values())]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-6) and sums[0] != pytest.approx(sums[2], rel=1e-3)
 
 
 def test_runs_with_one_seed_are_equal_and_with_two_are_not(flags: Flags, whole_run: Path, tmp_path: Path) -> None:
