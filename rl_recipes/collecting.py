@@ -177,6 +177,11 @@ def collect(
     timer = step.timer
     with timer("encode"):
         conditions, sources = encode_drawn(job, drawn)
+    starts = None
+    if same_noise:
+        starts = group_generators(job, drawn, step.number)
+    elif antithetic:  # neighbours share a stream for the steps, and each still starts from noise of its own
+        starts = edit_generators(job, drawn, step.number, START)
     job.stop.check()
     with timer("rollout"), job.accelerator.autocast():
         trajectory = rollout(
@@ -188,12 +193,7 @@ def collect(
             eta=eta,
             kind=kind,
             guidance_scale=job.args.editor.guidance_scale,
-            # Of neighbours that share a stream for the steps, each still starts from noise of its own.
-            starts=group_generators(job, drawn, step.number)
-            if same_noise
-            else edit_generators(job, drawn, step.number, START)
-            if antithetic
-            else None,
+            starts=starts,
             mirrored=[antithetic and item.sample % 2 == 1 for item in drawn],
         )
     job.stop.check()

@@ -12,7 +12,7 @@ from rl_recipes.editors import Editor
 from rl_recipes.progress import PhaseTimer
 from rl_recipes.rewards import Rewards
 from rl_recipes.runs import RunFolder
-from rl_recipes.weights import ShadowWeights
+from rl_recipes.weights import MovingAverage
 from rl_recipes.zero import ZeroOptimizer
 from tpips_reward.stopping import StopSignal
 
@@ -40,7 +40,7 @@ class Job:
     optimizer: torch.optim.Optimizer | ZeroOptimizer
     reward: Rewards
     stop: StopSignal
-    average: ShadowWeights | None = None
+    average: MovingAverage | None = None
     weights_are_between: bool = False
 
 

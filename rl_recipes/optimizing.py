@@ -54,7 +54,7 @@ def take_step(job: Job, step: Iteration, losses: Sequence[float]) -> float:
             job.optimizer.step()
             job.optimizer.zero_grad(set_to_none=True)
         if job.average is not None:
-            job.average.follow(job.args.ema_decay())
+            job.average.update()
     return norm
 
 

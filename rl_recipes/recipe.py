@@ -13,7 +13,7 @@ from rl_recipes.parsing import parse_arguments
 from rl_recipes.progress import Clock, Display
 from rl_recipes.runs import DivergedError
 from rl_recipes.session import Session
-from rl_recipes.weights import ShadowWeights
+from rl_recipes.weights import MovingAverage
 from tpips_reward.errors import BAD_INPUT, INTERRUPTED, TPIPSError
 from tpips_reward.stopping import Interrupted, StopSignal
 
@@ -54,7 +54,7 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
     prompts, held_out, num_held_out = building.build_prompts(args, editor, reward)
     stop = StopSignal(alone=accelerator.num_processes == 1)
     display = Display(args.run.max_steps, enabled=accelerator.is_main_process)
-    average = ShadowWeights(editor.lora_parameters()) if args.ema_decay() else None
+    average = MovingAverage(editor.lora_parameters(), args.ema_decay()) if args.ema_decay() else None
     job = Job(args, accelerator, folder, editor, optimizer, reward, stop, average)
     session = Session(job, prompts, held_out, num_held_out, judge, clock, display)
     with folder, stop, display:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -262,8 +263,7 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
     for attempt in range(one.retries + 1):
         try:
             output = one.source(edits, sources, prompts)
-            if output.scores.shape != (len(edits),) or not bool(torch.isfinite(output.scores).all()):
-                raise TPIPSError(f"its scores for {len(edits)} edits are {output.scores.tolist()}")
+            _check(output, len(edits))
             break
         except Exception as error:
             if attempt == one.retries:
@@ -281,6 +281,20 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
         return output
     parts = {name + one.suffix: value for name, value in output.parts.items()}
     return RewardOutput(output.scores, output.per_aspect, output.terms, parts)
+
+
+def _check(output: RewardOutput, count: int) -> None:
+    """Refuses an answer that is not one finite number an edit, or whose measures are not."""
+    if output.scores.shape != (count,) or not bool(torch.isfinite(output.scores).all()):
+        raise TPIPSError(f"its scores for {count} edits are {output.scores.tolist()}")
+    if len(output.per_aspect) != count:
+        raise TPIPSError(f"per_aspect has {len(output.per_aspect)} entries for {count} edits; give a dict each, {{}} for none")
+    for name, term in output.terms.items():
+        if term.shape != (count,) or not bool(torch.isfinite(term).all()):
+            raise TPIPSError(f"the term {name!r} for {count} edits is {term.tolist()}")
+    for values in (v for aspects in output.per_aspect for role in aspects.values() for v in role.values()):
+        if not math.isfinite(values):
+            raise TPIPSError(f"per_aspect holds {values}, which is no finite number")
 
 
 def build_rewards(text: str, settings: RewardArguments, device: torch.device | str) -> Rewards:
@@ -305,8 +319,8 @@ def build_rewards(text: str, settings: RewardArguments, device: torch.device | s
             grouped.setdefault(entry.options, []).append(entry)
         else:
             remote = entry.family == "remote"
-            # Alone a server's terms keep their names; beside others they would be taken for theirs.
-            suffix = f"[{entry.name}]" if remote and len(entries) > 1 else ""
+            # Alone a source's terms keep their names; beside others they would be taken for theirs.
+            suffix = f"[{entry.name}]" if len(entries) > 1 else ""
             retries = 0 if remote else settings.reward_retries
             rewards.asked.append(Asked(open_source(entry), {entry.name + entry.suffix: entry.weight}, suffix, retries))
     metrics: list[Asked] = []

@@ -85,6 +85,9 @@ def rollout(
         raise TPIPSError(
             f"Stochastic steps need a positive eta, but it is {eta}; leave sde_steps empty to sample without."
         )
+    for name, given in (("starts", starts), ("mirrored", mirrored)):
+        if given is not None and len(given) != len(conditions):
+            raise TPIPSError(f"{name} has {len(given)} entries for {len(conditions)} samples; give one each.")
     sigmas = tuple(editor.sigmas(num_steps, conditions).tolist())
     if starts is None:
         alike, latents = None, editor.noise(conditions, generators)
@@ -200,10 +203,12 @@ def _step(
 
 def _start_alike(
     editor: Editor, conditions: Conditions, starts: Sequence[torch.Generator]
-) -> tuple[tuple[int, ...], Tensor]:
-    """For each sample the first one with its start, and the initial noise of all."""
+) -> tuple[tuple[int, ...] | None, Tensor]:
+    """For each sample the first one with its start (None where each has its own), and the initial noise of all."""
     rows: dict[int, int] = {}
     alike = tuple(rows.setdefault(id(start), row) for row, start in enumerate(starts))
+    if len(rows) == len(starts):
+        return None, editor.noise(conditions, starts)
     first, place = _distinct(alike)
     return alike, editor.noise(conditions.index(first), [starts[row] for row in first])[place]
 

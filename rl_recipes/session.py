@@ -167,12 +167,12 @@ class Session:
         self.queue.note([row["key"] for row in rows], [row["score"] for row in rows])
         for sentence in self.watch.look(line):
             self.display.say(f"Warning, iteration {step.number}: {sentence}", style="yellow")
-        self.iteration = step.number
-        self.job.weights_are_between = False
         # A run that is stopped within the next iteration has taken prompts and rewards from it, and will do so again.
         # The second sets of weights move with the weights alone.
         plain = {name: part.state_dict() for name, part in self._kept.items() if not isinstance(part, ShadowWeights)}
         self._ended = copy.deepcopy(plain)
+        self.iteration = step.number
+        self.job.weights_are_between = False
         self.clock.note(line["seconds"])
         run = self.job.args.run
         if run.report_to != "none":
@@ -281,8 +281,8 @@ class Session:
         """Evaluates the trained editor; `before` where there was no time to train."""
         if self.iteration == 0:
             self.display.say(
-                "Nothing was trained: the evaluation before took up the run's time, or --max_steps is 0. Raise "
-                "--max_minutes, or lower --eval_samples.",
+                "Nothing was trained: --max_steps is 0, or the evaluation before took up the run's time (raise "
+                "--max_minutes, or lower --eval_samples).",
                 style="yellow",
             )
             return before

@@ -1,4 +1,4 @@
-"""A second set of the trained weights, which follows the first: a moving average, or the policy that samples."""
+"""A second set of the trained weights, which follows the first: the policy that samples, or a moving average."""
 
 from __future__ import annotations
 
@@ -58,3 +58,37 @@ class ShadowWeights:
         with torch.no_grad():
             for mine, theirs in zip(self.tensors, saved, strict=True):
                 mine.copy_(theirs)
+
+
+class MovingAverage(ShadowWeights):
+    """sum over i of d^(n - i) w_i / sum over i of d^(n - i), of the weights after each of n steps.
+
+    The weights before the first step have no part in it, so that a short run hands out what it has trained.
+
+    Args:
+        decay: d, at least 0 and below 1.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        super().__init__(parameters)
+        self._decay, self._count = decay, 0
+
+    def update(self) -> None:
+        """Takes up the weights after a step."""
+        self._count += 1
+        self.follow(self._decay * (1 - self._decay ** (self._count - 1)) / (1 - self._decay**self._count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """CPU copies of the tensors and the number of steps, for a checkpoint."""
+        return {**super().state_dict(), "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave, to the bit.
+
+        Raises:
+            TPIPSError: when it is of other weights, or of another version.
+        """
+        if not isinstance(state.get("count"), int):
+            raise TPIPSError("The checkpoint's moving average is of another version; start anew.")
+        super().load_state_dict(state)
+        self._count = state["count"]

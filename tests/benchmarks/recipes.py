@@ -243,7 +243,7 @@ def plan(options: argparse.Namespace) -> None:
                     "parameters_billion": {part: round(number / 1e9, 2) for part, number in count.items()},
                     "weights_gib_bf16": round(2 * sum(count.values()) / gib, 1),
                     "lora_million": round(lora / 1e6, 1),
-                    "lora_adam_gib_fp32": round(4 * 4 * lora / gib, 2),
+                    "lora_adam_average_gib_fp32": round(5 * 4 * lora / gib, 2),
                     "tokens": tokens,
                     "checkpointed_activations_gib_an_edit": round(2 * layers * tokens * width * guided / gib, 2),
                     "forward_tflop_an_edit": round(forward / 1e12, 1),

@@ -49,7 +49,20 @@ def asks_for_nothing() -> list[float]:
 
 def whole_output(images: list[Tensor]) -> RewardOutput:
     scores = torch.full((len(images),), 0.5)
-    return RewardOutput(scores, [{} for _ in images], {}, {"a part of its own": scores})
+    aspects = [{"preserve": {"background": 0.25}} for _ in images]
+    return RewardOutput(scores, aspects, {"preserve": scores}, {"a part of its own": scores})
+
+
+def output_without_aspects(images: list[Tensor]) -> RewardOutput:
+    return RewardOutput(torch.ones(len(images)), [], {})
+
+
+def output_with_a_bad_term(images: list[Tensor]) -> RewardOutput:
+    return RewardOutput(torch.ones(len(images)), [{} for _ in images], {"gate": torch.full((len(images),), torch.nan)})
+
+
+def output_with_a_bad_aspect(images: list[Tensor]) -> RewardOutput:
+    return RewardOutput(torch.ones(len(images)), [{"preserve": {"x": float("nan")}} for _ in images], {})
 
 
 NUMBER = 3

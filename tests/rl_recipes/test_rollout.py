@@ -184,6 +184,10 @@ def test_bfloat16_weights_keep_float32_samples_and_an_exact_ratio():
 def test_bad_options_are_named(editor, conditions):
     with pytest.raises(TPIPSError, match="between 0 and 3"):
         _sample(editor, conditions, sde_steps=[4])
+    with pytest.raises(TPIPSError, match="starts has 2 entries for 6"):
+        _sample(editor, conditions, starts=generators(2))
+    with pytest.raises(TPIPSError, match="mirrored has 1 entries for 6"):
+        _sample(editor, conditions, mirrored=[True])
     with pytest.raises(TPIPSError, match="twice"):
         _sample(editor, conditions, sde_steps=[1, 1])
     with pytest.raises(TPIPSError, match="positive eta"):

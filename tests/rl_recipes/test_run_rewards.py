@@ -123,7 +123,12 @@ def test_the_weight_of_a_whole_output_counts_and_its_parts_are_its_own() -> None
     assert out.scores.tolist() == pytest.approx([0.05, 0.05])
     assert out.parts.keys() == {name} and out.parts[name].tolist() == [0.5, 0.5]
     mixed = build_rewards(f"{name}=0.1,tpips:preserve", _settings(), "cpu")
-    assert mixed(edits, edits, _prompts()).parts.keys() == mixed.weights.keys() == {name, "tpips:preserve"}
+    alone = build_rewards("tpips:preserve", _settings(), "cpu")(edits, edits, _prompts())
+    both = mixed(edits, edits, _prompts())
+    assert both.parts.keys() == mixed.weights.keys() == {name, "tpips:preserve"}
+    assert torch.equal(both.terms["preserve"], alone.terms["preserve"]), "the function's own stands beside it"
+    assert both.terms[f"preserve[{name}]"].tolist() == [0.5, 0.5]
+    assert both.per_aspect[0] == {**alone.per_aspect[0], f"preserve[{name}]": {"background": 0.25}}
 
 
 def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[float]) -> None:
@@ -134,8 +139,14 @@ def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[floa
     reward_functions.CALLS.clear()
     with pytest.raises(ConnectionError):
         build_rewards(f"{OWN}:fails_twice", _settings(reward_retries=1), "cpu")(edits, edits, prompts)
-    for name in ("not_a_number", "too_few"):
-        with pytest.raises(TPIPSError, match="its scores for 2 edits are"):
+    for name, message in (
+        ("not_a_number", "its scores for 2 edits are"),
+        ("too_few", "its scores for 2 edits are"),
+        ("output_without_aspects", "per_aspect has 0 entries for 2 edits"),
+        ("output_with_a_bad_term", "term 'gate' for 2 edits is .nan, nan"),
+        ("output_with_a_bad_aspect", "per_aspect holds nan"),
+    ):
+        with pytest.raises(TPIPSError, match=message):
             build_rewards(f"{OWN}:{name}", _settings(), "cpu")(edits, edits, prompts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_recipes.weights import ShadowWeights
+from rl_recipes.weights import MovingAverage, ShadowWeights
 from tpips_reward.errors import TPIPSError
 
 
@@ -51,3 +51,23 @@ def test_its_state_goes_into_another() -> None:
     assert all(map(torch.equal, other.tensors, shadow.tensors))
     with pytest.raises(TPIPSError, match="of another editor or adapter"):
         other.load_state_dict({"tensors": shadow.state_dict()["tensors"][:1]})
+
+
+def test_the_moving_average_is_that_of_the_weights_after_each_step_alone() -> None:
+    parameters = _parameters()
+    average, generator, seen = MovingAverage(parameters, 0.9), torch.Generator().manual_seed(1), []
+    for step in range(5):
+        with torch.no_grad():
+            parameters[0].add_(torch.randn(3, 2, generator=generator))
+        average.update()
+        seen.append(parameters[0].detach().clone())
+        weights = torch.tensor([0.9 ** (step - i) for i in range(step + 1)])
+        expected = (torch.stack(seen) * weights[:, None, None]).sum(dim=0) / weights.sum()
+        torch.testing.assert_close(average.tensors[0], expected)
+    other = MovingAverage(parameters, 0.9)
+    other.load_state_dict(average.state_dict())
+    for one in (average, other):
+        one.update()
+    assert torch.equal(other.tensors[0], average.tensors[0])
+    with pytest.raises(TPIPSError, match="of another version"):
+        other.load_state_dict({"tensors": average.tensors})

@@ -164,7 +164,7 @@ for stage, train in ((2, "lora"), (3, "lora"), (2, "full")):
     for way in (two, again):
         with zero.whole(engine if way is two else other):
             for p, value in zip(way.lora_parameters(), expected, strict=True):
-                torch.testing.assert_close(p.detach(), value, atol=1e-5, rtol=0)
+                torch.testing.assert_close(p.detach(), value, atol=5e-5, rtol=0)
 print("equal", flush=True)
 """
 )
@@ -192,7 +192,7 @@ assert grpo_edit.main(["--resume", f"--output_dir={run}", "--max_steps=2"]) == 0
 @pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs DeepSpeed: pip install 'tpips-reward[deepspeed]'")
 @pytest.mark.parametrize(("stage", "train"), [(2, "lora"), (3, "lora"), (2, "full")])
 def test_two_processes_with_zero_equal_one(flags: Callable[..., list[str]], tmp_path: Path, stage: int, train: str) -> None:
-    changes: dict[str, Any] = {"train": train, "eval_samples": 2, "save_steps": 1, "learning_rate": 1e-3}
+    changes: dict[str, Any] = {"train": train, "eval_samples": 2, "save_steps": 1, "learning_rate": 1e-3, "ema_decay": 0}
     one, two = tmp_path / "one", tmp_path / "two"
     assert grpo_edit.main(flags(one, max_steps=2, **changes)) == 0
     found = run_two(
@@ -211,4 +211,4 @@ def test_two_processes_with_zero_equal_one(flags: Callable[..., list[str]], tmp_
         expected = load_file(one / "checkpoints" / number / "trainable.safetensors")
         assert weights.keys() == expected.keys()
         for name, value in weights.items():
-            torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=0)
+            torch.testing.assert_close(value, expected[name], atol=5e-5, rtol=0)
