@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,3 +102,57 @@ def test_there_is_code_and_the_parser_finds_it():
 def test_no_integration_takes_ten_lines():
     for block in python_blocks((ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")):
         assert len(block.code.strip().splitlines()) < 10
+
+
+#: Commands that end by themselves and need no download, with the small stand-in for each metric of the Hub.
+_RUNS = ("score", "evaluate", "index", "search", "video")
+
+
+def shell_commands(text: str) -> list[list[str]]:
+    """The commands of a page's shell blocks, without comments."""
+    blocks = [match[2].replace("\\\n", " ") for match in _FENCE.finditer(text) if match[1] in ("bash", "sh")]
+    return [words for block in blocks for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def write_files(folder: Path) -> None:
+    """What the commands of the pages read."""
+    import av
+    from evaluation_files import write_edits
+
+    write_edits(folder, 3)
+    (folder / "outputs.jsonl").write_text((folder / "edits.jsonl").read_text())
+    (folder / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    images = [Image.fromarray(render(sample_edit(rng).source, 64)) for _ in range(4)]
+    for name, image in zip(("photos/0.png", "photos/1.png", "a.png", "b.png"), images, strict=True):
+        image.save(folder / name)
+    images[0].save(folder / "sunset.jpg")
+    images[1].save(folder / "poster.png")
+    (folder / "pairs.csv").write_text("a,b,aspects\na.png,b.png,lighting\n")
+    with av.open(str(folder / "teacup.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for image in [*images, None]:
+            frame = None if image is None else av.VideoFrame.from_image(image)
+            container.mux(stream.encode(frame))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch):
+    """In order, in one folder; `released:*` is `builtin:late` here. A server's and a recipe's flags are read and no more."""
+    from rl_recipes.parsing import parse_arguments
+    from tpips_reward.cli import build_parser, main
+
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in shell_commands(page.read_text(encoding="utf-8")):
+        words = [re.sub(r"^released:\w+$", "builtin:late", word) for word in words]
+        if words[0] == "tpips-reward" and words[1] in _RUNS:
+            assert main(words[1:]) == 0, words
+        elif words[0] == "tpips-reward":
+            build_parser().parse_args(words[1:])
+        elif "rl_recipes/grpo_edit.py" in words:
+            parse_arguments(words[words.index("rl_recipes/grpo_edit.py") + 1 :])
+        else:
+            assert words[0] in ("pip", "pytest", "accelerate", "python"), words
