@@ -294,3 +294,44 @@ def test_bad_settings_are_one_line(launch: Run, tmp_path: Path, capsys: pytest.C
         err = capsys.readouterr().err
         assert stop.value.code == 2 and message in err and len(err.strip().splitlines()) == 1
     assert [p.name for p in (tmp_path / "full").iterdir() if not p.name.startswith(".")] == ["mine.txt"]
+
+
+def test_overwrite_costs_nothing_but_an_earlier_rendering(
+    launch: Run, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(message: str, *flags: object, folder: Path = tmp_path / "out") -> None:
+        with pytest.raises(SystemExit):
+            launch("--overwrite", *flags, folder=folder)
+        assert message in capsys.readouterr().err
+
+    mine = tmp_path / "mine"
+    for name in ("sources/1.png", "edits/base/1.png", "manifest.jsonl"):
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("mine")
+    refused("no rendering of this command has written sources/1.png", "--count", 1, folder=mine)
+    assert sum(path.is_file() for path in mine.rglob("*")) == 3
+
+    (tmp_path / "reports/report").mkdir(parents=True)
+    (tmp_path / "reports/report/report.md").write_text("mine")
+    refused("has written report/report.md", "--count", 1, folder=tmp_path / "reports")
+
+    assert launch("--count", 1) == 0
+    before = pixels(tmp_path / "out")
+    rows = [json.loads(line) for line in photos.read_text().splitlines()]
+    bad = photos.parent / "bad.jsonl"
+    bad.write_text(json.dumps(rows[-1]) + "\n")
+    ours = tmp_path / "ours.jsonl"
+    ours.write_text(json.dumps(rows[0] | {"image": str(tmp_path / "out/sources/test-000000.png")}) + "\n")
+    refused("no.jsonl does not exist", "--data", tmp_path / "no.jsonl")
+    refused("bad.jsonl has no edit that can be rendered", "--data", bad)
+    refused("the source of 'k0'", "--data", ours)
+    refused("there is no metric 'builtin:lat'".capitalize(), "--metric", "builtin:lat")
+    refused("has no calibration", "--calibrated")
+    refused("steps is 0", "--steps", 0)
+    (tmp_path / "out/sources/mine.jpg").write_text("mine")
+    refused("has written sources/mine.jpg", "--count", 1)
+    (tmp_path / "out/sources/mine.jpg").unlink()
+    assert pixels(tmp_path / "out") == before and len(before) == 2
+
+    assert launch("--overwrite", "--data", photos) == 0
+    assert sorted(pixels(tmp_path / "out")) == [f"{home}/k{n}.png" for home in ("edits/base", "sources") for n in range(3)]
