@@ -303,6 +303,20 @@ def test_a_folder_that_exists_is_refused(manifest, tmp_path):
     assert again["work"]["pairs_measured"] == 0 and again["work"]["pairs_cached"] == 12 * 6 * 2
     assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0
     assert (folder / "notes.txt").read_text() == "mine"
+    scored = next((folder / "cache").glob("*/*.json"))
+    mine = [folder / "cache/model.bin", scored.parent / "notes.json", folder / f"cache/mine/{scored.name}"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    stale = scored.with_name("0" * 32 + ".json")
+    stale.write_text("{}")
+    assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0, "the cache is cleared"
+    assert not stale.exists() and [path.read_text() for path in mine] == ["mine"] * 3, "and what is not ours stays"
+    foreign = tmp_path / "foreign"
+    (foreign / "cache").mkdir(parents=True)
+    (foreign / "cache/model.bin").write_text("mine")
+    with pytest.raises(TPIPSError, match=r"not empty \(cache\)"):
+        run(manifest, foreign)
     with pytest.raises(TPIPSError, match="give one of the two"):
         run(manifest, folder, overwrite=True, resume=True)
     other = tmp_path / "other"
