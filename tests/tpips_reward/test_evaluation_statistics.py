@@ -156,8 +156,21 @@ def test_minus_distances_are_measured_too():
 # --- votes
 
 
-def judge(votes: list[Vote], scores: dict[str, float], rule: str):
-    return agreement(votes, lambda key, model, measure: scores.get(f"{key}{model}"), rule, rng(), 200)
+def judge(votes: list[Vote], scores: dict[str, float], rule: str, sources: dict[str, str] | None = None):
+    drawn = sources or {vote.key: vote.key for vote in votes}
+    return agreement(votes, lambda key, model, measure: scores.get(f"{key}{model}"), drawn, rule, rng(), 200)
+
+
+@pytest.mark.parametrize("rule", ["plain", "editscore", "tiger"])
+def test_the_intervals_of_agreement_draw_sources(rule):
+    keys = [f"{source}-{row}" for source in range(4) for row in range(25)]  # right on all rows of a source, or on none
+    votes = [Vote(key, "a", "b", 1 if row % 2 else -1, group=key) for row, key in enumerate(keys)]
+    scores = {f"{v.key}a": 0.5 + 0.1 * v.label * (1 if v.key[0] < "2" else -1) for v in votes}
+    scores |= {f"{v.key}b": 0.5 for v in votes}
+    wide = judge(votes, scores, rule, {key: key[0] for key in keys})[0]
+    assert wide["accuracy"] == 0.5 and (wide["low"], wide["high"]) == (0.0, 1.0)
+    narrow = judge(votes, scores, rule)[0]
+    assert narrow["low"] > 0.35 and narrow["high"] < 0.65
 
 
 def test_plain_votes_drop_peoples_ties_and_halve_the_metrics():
