@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     )
     set_threads(accelerator, args.threads)
     folder = RunFolder(args.output_dir, owner=accelerator.is_main_process)
-    with folder, StopSignal() as stop:
+    with folder:
         if accelerator.is_main_process:
             _check_folder(folder.path, args)
             check_metric(
@@ -72,11 +72,14 @@ def run(args: argparse.Namespace) -> int:
             )
         accelerator.wait_for_everyone()
         try:
-            dataset = _render(args, folder.path, checkpoints, accelerator, stop)
+            with StopSignal() as stop:
+                dataset = _render(args, folder.path, checkpoints, accelerator, stop)
+                stop.check()
         except Interrupted:
             print("Stopped; what is rendered stays, and --resume goes on.", file=sys.stderr)
             return INTERRUPTED
-        if accelerator.is_main_process:
+        if accelerator.is_main_process:  # Ctrl-C ends it here: every score is kept when it is measured
+            checkpoints = rendering.rendered_checkpoints(folder.path)
             dataset = rendering.with_edits(dataset, folder.path, checkpoints)
             _score(args, dataset, folder.path, settings)
             if args.data is None:

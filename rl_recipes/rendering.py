@@ -374,16 +374,30 @@ def claim(
     write_json(path, {**facts, "checkpoints": digests, "keys": [row.key for row in rows]})
 
 
+def rendered_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Every checkpoint that `rendering.json` knows, this run's and those of the runs before it, by name alone."""
+    return [Checkpoint(name) for name in read_json(folder / SETTINGS_NAME)["checkpoints"]]
+
+
 def with_edits(dataset: Dataset, folder: Path, checkpoints: Sequence[Checkpoint]) -> Dataset:
     """The rows with the rendered edits as outputs, also written to `manifest.jsonl`.
+
+    An edit that an earlier run was stopped before is listed as missing.
 
     Raises:
         RunError: the disk refuses.
     """
     names = tuple(checkpoint.name for checkpoint in checkpoints)
-    rows, lines = [], []
+    rows, lines, problems = [], [], []
     for row in dataset.rows:
-        paths = {checkpoint.name: edit_path(folder, checkpoint, row.key) for checkpoint in checkpoints}
+        paths = {}
+        for checkpoint in checkpoints:
+            path = edit_path(folder, checkpoint, row.key)
+            if path.exists():
+                paths[checkpoint.name] = path
+                continue
+            detail = f"{checkpoint.name} was stopped before it edited {row.key!r}; give it again with --resume."
+            problems.append(Problem("missing_output", detail, row.key, checkpoint.name))
         rows.append(replace(row, outputs={name: ImageFile(path) for name, path in paths.items()}))
         line: dict[str, Any] = {"key": row.key, "source": source_path(folder, row.key).relative_to(folder).as_posix(),
                 "instruction": row.instruction, "category": row.category}  # fmt: skip
@@ -392,18 +406,21 @@ def with_edits(dataset: Dataset, folder: Path, checkpoints: Sequence[Checkpoint]
         lines.append(json.dumps(line, ensure_ascii=False))
     text = "\n".join(lines) + "\n"
     write_atomic(folder / MANIFEST_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-    return replace(dataset, rows=tuple(rows), models=names)
+    return replace(dataset.with_rows(rows, problems), models=names)
 
 
 def known_truth(
     folder: Path, checkpoints: Sequence[Checkpoint], count: int, seed: int, size: int
 ) -> dict[str, dict[str, float]]:
-    """Means of what is known of procedural edits without any metric (`measure_edit`), by checkpoint.
+    """Means of what is known of procedural edits without any metric (`measure_edit`), by checkpoint; of one whose edits
+    are not all there nothing is said.
 
     The reader sees by it whether the report's order is the true one.
     """
     prompts, result = ProceduralPrompts(seed, "test", size), {}
     for checkpoint in checkpoints:
+        if not all(edit_path(folder, checkpoint, prompts[index].key).exists() for index in range(count)):
+            continue
         measures = []
         for index in range(count):
             prompt = prompts[index]

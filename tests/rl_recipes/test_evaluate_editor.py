@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,40 @@ def test_procedural_edits_of_two_checkpoints(
     with pytest.raises(SystemExit):
         launch("--count", 3, "--lora", f"a={adapters / 'b'}", "--resume")
     assert "'a' is another one" in capsys.readouterr().err
+
+
+def test_further_checkpoints_join_those_that_are_there(launch: Run, adapters: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert launch("--count", 2, "--lora", adapters / "a") == 0
+    assert launch("--count", 2, "--lora", adapters / "b", "--resume") == 0
+    report = json.loads((out / "report/report.json").read_text())
+    assert {entry["model"]: entry["scored"] for entry in report["models"] if not entry["control"]} == {"base": 2, "a": 2, "b": 2}
+    assert list(json.loads((out / "truth.json").read_text())) == ["base", "a", "b"]
+    assert read_manifest(out / "manifest.jsonl").models == ("base", "a", "b")
+
+    (out / "edits/a/test-000001.png").unlink()  # as if a's run had been stopped before it
+    assert launch("--count", 2, "--resume") == 0
+    report = json.loads((out / "report/report.json").read_text())
+    assert {entry["model"]: entry["scored"] for entry in report["models"] if not entry["control"]} == {"base": 2, "a": 1, "b": 2}
+    assert report["problems"]["counts"] == {"missing_output": 1}
+    assert list(json.loads((out / "truth.json").read_text())) == ["base", "b"]
+
+
+def test_the_first_ctrl_c_stops_the_scoring(
+    launch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # the handler runs between two of these
+            pass
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(evaluate_editor, "_score", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        launch("--count", 1)
+    assert stop.value.code == 130 and "interrupted" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert launch("--count", 1, "--resume") == 0
 
 
 def test_a_users_own_edits(launch: Run, adapters: Path, photos: Path, tmp_path: Path) -> None:
