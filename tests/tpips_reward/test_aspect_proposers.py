@@ -227,6 +227,17 @@ def test_an_interruption_keeps_what_was_proposed(bare, tmp_path):
     assert len(rest.requests) == 2
 
 
+def test_no_model_is_loaded_where_all_of_its_proposals_are_there(bare, tmp_path):
+    path = tmp_path / "aspects.jsonl"
+    propose_aspects(read_manifest(bare), path, lambda: Scripted())
+    write_lines(path, [{**entry, "proposer": "vlm:/nothing/here"} for entry in read_lines(path)])
+    make = parse_proposer("vlm:/nothing/here")
+    assert propose_aspects(read_manifest(bare), path, make).origins == {"vlm:/nothing/here": 6}
+    write_lines(path, read_lines(path)[1:])
+    with pytest.raises(TPIPSError, match="nothing/here"):  # the model is loaded for the row that needs it
+        propose_aspects(read_manifest(bare), path, make)
+
+
 def test_a_proposer_is_made_only_where_aspects_are_missing(tmp_path):
     def make():
         raise AssertionError("no row needs it")
