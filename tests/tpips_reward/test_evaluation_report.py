@@ -347,6 +347,13 @@ def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):
     assert report["counts"]["rows_scored"] == 12
 
 
+def test_a_row_without_any_output_is_not_scored(manifest, tmp_path):
+    for name in ("good", "drifting", "destroying"):
+        (manifest.parent / name / "000.png").unlink()
+    counts = run(manifest, tmp_path / "report")["counts"]
+    assert (counts["rows"], counts["rows_scored"], counts["rows_left_out"]) == (12, 11, 1)
+
+
 def test_nothing_to_score(manifest, tmp_path):
     loaded = []
     for name in ("good", "drifting", "destroying"):

@@ -73,13 +73,14 @@ def _counts(
     dataset: Dataset, measured: Measured, sources: int, shared: np.ndarray, problems: Sequence[Problem]
 ) -> dict[str, int]:
     scored = sum(len(row.outputs) for row in measured.rows)
+    rows = sum(bool(row.outputs) for row in measured.rows)  # of the others only the controls have scores
     expected = dataset.total_rows * len(dataset.models)
     if dataset.anonymous:  # a row has as many candidates as it has
         expected = sum(len(row.outputs) for row in dataset.rows)
     return {
         "rows": dataset.total_rows,
-        "rows_scored": len(measured.rows),
-        "rows_left_out": dataset.total_rows - len(measured.rows),
+        "rows_scored": rows,
+        "rows_left_out": dataset.total_rows - rows,
         "rows_all_models_have": int(shared.sum()),
         "sources": sources,
         "models": len(dataset.models),
