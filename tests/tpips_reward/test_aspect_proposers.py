@@ -259,6 +259,15 @@ def test_the_command_with_an_endpoint(serve, bare, tmp_path, monkeypatch, capsys
     assert tpips_reward.cli.main([*flags, "oracle", "--overwrite"]) == 2 and "no proposer" in capsys.readouterr().err
 
 
+def test_an_edit_that_a_server_refuses_costs_that_edit_alone(serve, bare):
+    server = serve(reply(None), (400, {"error": "filtered"}, {}), reply(""), reply(""), reply(""), reply(GOOD))
+    found = propose_aspects(read_manifest(bare), None, parse_proposer(f"endpoint:m@{server.url}"))
+    assert found.origins == {"instruction": 3, "endpoint:m": 3}
+    assert [(problem.kind, problem.key) for problem in found.dataset.problems] == [
+        ("failed_proposal", f"00{n}") for n in range(3)
+    ]
+
+
 def test_evaluate_takes_a_proposer(bare, tmp_path):
     report = evaluate(read_manifest(bare), RegionMetric(), tmp_path / "r", settings=Settings(resamples=200),
                       proposer=Scripted)  # fmt: skip

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tpips_reward.aspects.rules import Proposal, propose
 from tpips_reward.aspects.validation import MAX_ASPECTS, check_phrase, check_proposed
+from tpips_reward.chat import Refused
 from tpips_reward.errors import TPIPSError
 
 if TYPE_CHECKING:
@@ -123,7 +124,10 @@ class ModelProposer:
                                  low=MIN_ASPECTS, high=MAX_ASPECTS)  # fmt: skip
         why = ""
         for _ in range(self.attempts):
-            answer = self.ask(question + (RETRY.format(why=why) if why else ""), request.image)
+            try:
+                answer = self.ask(question + (RETRY.format(why=why) if why else ""), request.image)
+            except Refused as error:  # of this edit: a filter, an image that is too large
+                raise ProposalError(str(error)) from None
             try:
                 target, preserve = parse_answer(answer)
             except TPIPSError as error:
