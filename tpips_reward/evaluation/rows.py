@@ -14,7 +14,7 @@ from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 #: Names of the controls start with this, so no model's may.
 CONTROL_PREFIX = "control: "
 
-#: What can be wrong with the input, and what it means. The report counts and lists every one.
+#: What can be wrong with the input, and what it means. report.md counts them; report.html, report.json and problems.csv list every one.
 PROBLEMS: dict[str, str] = {
     "bad_row": "a row of the manifest or of the benchmark's table that cannot be used",
     "doubled_key": "a key that several rows have; which outputs belong to which cannot be known",
