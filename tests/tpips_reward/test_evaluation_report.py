@@ -19,10 +19,11 @@ from fake_metrics import RegionMetric
 import tpips_reward.cli
 from tpips_reward.calibration import Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation import Settings, evaluate, markdown, page, read_manifest, read_votes
+from tpips_reward.evaluation import Settings, evaluate, read_manifest, read_votes
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER
 from tpips_reward.evaluation.folder import REPORT_NAMES
 from tpips_reward.evaluation.html import esc, fill, p_value
+from tpips_reward.evaluation.report import write_report
 from tpips_reward.scenes import Scene
 
 FAST = Settings(resamples=300, examples=2)
@@ -347,14 +348,15 @@ def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):
     assert report["counts"]["rows_scored"] == 12
 
 
-def test_a_p_value_is_never_shown_as_zero():
+def test_a_p_value_is_never_shown_as_zero(manifest, tmp_path):
     assert [p_value(value) for value in (None, 1e-5, 0.0001, 0.25)] == ["–", "< 0.0001", "0.0001", "0.2500"]
     ends = {"mean": 0.1, "low": 0.1, "high": 0.1, "count": 9}
     entry = {"first": "a", "second": "b", "measure": "overall", "difference": ends, "sources": 9, "p": 1e-5, "p_holm": 2e-5,
              "wins": 1.0, "ties": 0.0, "losses": 0.0, "rows_needed": 2, "by": "category", "name": "c"}  # fmt: skip
-    report = {"comparisons": [entry], "differences": [entry]}
-    assert page._comparisons(report).count("&lt; 0.0001") == 2 == page._differences(report).count("&lt; 0.0001")
-    assert "".join(markdown._md_differences(report)).count("< 0.0001") == 2
+    report = run(manifest, tmp_path / "report") | {"comparisons": [entry], "differences": [entry]}
+    write_report(tmp_path / "report", report, [], 0)
+    shown = [(tmp_path / "report" / name).read_text() for name in ("report.html", "report.md")]
+    assert shown[0].count("&lt; 0.0001") == 4 == shown[1].count("< 0.0001") + shown[1].count("&lt; 0.0001")
 
 
 def test_a_row_without_any_output_is_not_scored(manifest, tmp_path):
