@@ -32,6 +32,7 @@ from rl_recipes.runs import RunFolder, write_json
 from tpips_reward import load_metric
 from tpips_reward.aspects import parse_proposer
 from tpips_reward.calibration import CalibratedMetric
+from tpips_reward.checkpoints import check_metric
 from tpips_reward.errors import INTERRUPTED, TPIPSError, exit_on_errors
 from tpips_reward.evaluation import Dataset, Settings, evaluate, read_manifest
 from tpips_reward.evaluation.command import ending
@@ -50,22 +51,35 @@ def run(args: argparse.Namespace) -> int:
     """
     checkpoints = rendering.find_checkpoints(args.lora, args.full)
     settings = Settings(examples=args.examples, strict=args.strict)
-    parse_proposer(args.proposer)  # a typo must not cost the rendering
+    # a typo must not cost the rendering
+    parse_proposer(args.proposer)
+    if args.data is None and args.count < 1:
+        raise TPIPSError(f"count is {args.count}; give at least one edit.")
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)]
     )
     set_threads(accelerator, args.threads)
     folder = RunFolder(args.output_dir, owner=accelerator.is_main_process)
-    with folder, StopSignal() as stop:
+    with folder:
         if accelerator.is_main_process:
-            _prepare(folder.path, args)
+            _check_folder(folder.path, args)
+            check_metric(
+                args.metric,
+                device=args.metric_device,
+                dtype=_dtype(args.metric_dtype),
+                revision=args.metric_revision,
+                calibrated=args.calibrated,
+            )
         accelerator.wait_for_everyone()
         try:
-            dataset = _render(args, folder.path, checkpoints, accelerator, stop)
+            with StopSignal() as stop:
+                dataset = _render(args, folder.path, checkpoints, accelerator, stop)
+                stop.check()
         except Interrupted:
             print("Stopped; what is rendered stays, and --resume goes on.", file=sys.stderr)
             return INTERRUPTED
-        if accelerator.is_main_process:
+        if accelerator.is_main_process:  # Ctrl-C ends it here: every score is kept when it is measured
+            checkpoints = rendering.rendered_checkpoints(folder.path)
             dataset = rendering.with_edits(dataset, folder.path, checkpoints)
             _score(args, dataset, folder.path, settings)
             if args.data is None:
@@ -74,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(folder: Path, args: argparse.Namespace) -> None:
+def _check_folder(folder: Path, args: argparse.Namespace) -> None:
     if args.overwrite and args.resume:
         raise TPIPSError("--overwrite starts anew and --resume goes on; give one of the two.")
     if args.overwrite:
-        rendering.clear(folder)
+        rendering.files_to_clear(folder)
     elif not args.resume and (folder / rendering.SETTINGS_NAME).exists():
         raise TPIPSError(
             f"{folder} holds an evaluation; give --resume to go on or to add checkpoints, --overwrite to start anew, or "
@@ -111,20 +125,27 @@ def _render(
     editor = load_editor(
         args.editor,
         device=accelerator.device,
-        dtype=None if args.editor_dtype == "auto" else args.editor_dtype,
+        dtype=_dtype(args.editor_dtype),
         resolution=_first(args.resolution, defaults.get("resolution")),
         revision=args.revision,
     )
     if not editor.sees_image:
         raise TPIPSError(f"{args.editor} makes images from text and edits none; give an image editor.")
+    if dataset is not None:
+        dataset, sizes = rendering.check_rows(editor, dataset)
+        if not dataset.rows:
+            raise TPIPSError(f"{args.data} has no edit that can be rendered. {dataset.problems[0].detail}")
+    if args.overwrite and accelerator.is_main_process:  # only now that everything is known to be good
+        rendering.clear(folder, dataset.rows if dataset is not None else ())
+    accelerator.wait_for_everyone()
     if dataset is None:
         dataset = rendering.procedural_rows(
             folder, args.count, args.data_seed, editor.resolution, accelerator.is_main_process
         )
         accelerator.wait_for_everyone()
-    dataset, sizes = rendering.check_rows(editor, dataset)
+        dataset, sizes = rendering.check_rows(editor, dataset)
     if accelerator.is_main_process:
-        rendering.claim(folder, _facts(args, editor, sampling, dataset), checkpoints, resume=args.resume)
+        rendering.claim(folder, _facts(args, editor, sampling, dataset), checkpoints, dataset.rows, resume=args.resume)
     accelerator.wait_for_everyone()
     dataset = rendering.write_sources(editor, dataset, folder, accelerator, stop)
     total = len(dataset.rows) * len(checkpoints)
@@ -157,11 +178,10 @@ def _facts(
 
 
 def _score(args: argparse.Namespace, dataset: Dataset, folder: Path, settings: Settings) -> None:
-    dtype = None if args.metric_dtype == "auto" else args.metric_dtype
     target = folder / "report"
 
     def load() -> PairMetric:
-        metric = load_metric(args.metric, device=args.metric_device, dtype=dtype, revision=args.metric_revision)
+        metric = load_metric(args.metric, device=args.metric_device, dtype=_dtype(args.metric_dtype), revision=args.metric_revision)
         return CalibratedMetric(metric) if args.calibrated else metric
 
     report = evaluate(
@@ -197,6 +217,10 @@ def editor_defaults(editor: str) -> dict[str, Any]:
     """The preset of the editor's family; none where the editor brings defaults of its own, as the built-in one."""
     own = editor == BUILTIN or (Path(editor) / DEFAULTS_FILE).is_file()
     return {} if own else load_yaml(PRESETS / f"{preset_for(editor)}.yaml")
+
+
+def _dtype(name: str) -> str | None:
+    return None if name == "auto" else name
 
 
 def _first(*values: Any) -> Any:

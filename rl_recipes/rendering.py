@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from tpips_reward.evaluation import Dataset, Problem, Row
 from tpips_reward.evaluation.image_files import ImageFile, image_size
 from tpips_reward.evaluation.image_files import decode as decode_image
 from tpips_reward.evaluation.rows import check_model_name
+from tpips_reward.files import TEMPORARY
 from tpips_reward.scenes import measure_edit
 from tpips_reward.stopping import StopSignal
 
@@ -207,8 +207,6 @@ def procedural_rows(folder: Path, count: int, seed: int, size: int, write: bool)
     Args:
         write: whether this process writes the sources.
     """
-    if count < 1:
-        raise TPIPSError(f"count is {count}; give at least one edit.")
     prompts, rows = ProceduralPrompts(seed, "test", size), []
     for index in range(count):
         prompt = prompts[index]
@@ -342,11 +340,14 @@ def _number(key: str) -> int:
 # --- the folder
 
 
-def claim(folder: Path, facts: dict[str, Any], checkpoints: Sequence[Checkpoint], *, resume: bool) -> None:
+def claim(
+    folder: Path, facts: dict[str, Any], checkpoints: Sequence[Checkpoint], rows: Sequence[Row], *, resume: bool
+) -> None:
     """Writes `rendering.json`, or checks that the one that is there says the same.
 
     Args:
         facts: settings on which the pixels depend.
+        rows: their keys are written, by which `clear` knows what is the rendering's.
         resume: whether a rendering may be there. More checkpoints than it had are welcome.
 
     Raises:
@@ -370,19 +371,33 @@ def claim(folder: Path, facts: dict[str, Any], checkpoints: Sequence[Checkpoint]
                 "(NAME=PATH), or start anew with --overwrite."
             )
         digests = {**before, **digests}
-    write_json(path, {**facts, "checkpoints": digests})
+    write_json(path, {**facts, "checkpoints": digests, "keys": [row.key for row in rows]})
+
+
+def rendered_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Every checkpoint that `rendering.json` knows, this run's and those of the runs before it, by name alone."""
+    return [Checkpoint(name) for name in read_json(folder / SETTINGS_NAME)["checkpoints"]]
 
 
 def with_edits(dataset: Dataset, folder: Path, checkpoints: Sequence[Checkpoint]) -> Dataset:
     """The rows with the rendered edits as outputs, also written to `manifest.jsonl`.
 
+    An edit that an earlier run was stopped before is listed as missing.
+
     Raises:
         RunError: the disk refuses.
     """
     names = tuple(checkpoint.name for checkpoint in checkpoints)
-    rows, lines = [], []
+    rows, lines, problems = [], [], []
     for row in dataset.rows:
-        paths = {checkpoint.name: edit_path(folder, checkpoint, row.key) for checkpoint in checkpoints}
+        paths = {}
+        for checkpoint in checkpoints:
+            path = edit_path(folder, checkpoint, row.key)
+            if path.exists():
+                paths[checkpoint.name] = path
+                continue
+            detail = f"{checkpoint.name} was stopped before it edited {row.key!r}; give it again with --resume."
+            problems.append(Problem("missing_output", detail, row.key, checkpoint.name))
         rows.append(replace(row, outputs={name: ImageFile(path) for name, path in paths.items()}))
         line: dict[str, Any] = {"key": row.key, "source": source_path(folder, row.key).relative_to(folder).as_posix(),
                 "instruction": row.instruction, "category": row.category}  # fmt: skip
@@ -391,18 +406,21 @@ def with_edits(dataset: Dataset, folder: Path, checkpoints: Sequence[Checkpoint]
         lines.append(json.dumps(line, ensure_ascii=False))
     text = "\n".join(lines) + "\n"
     write_atomic(folder / MANIFEST_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-    return replace(dataset, rows=tuple(rows), models=names)
+    return replace(dataset.with_rows(rows, problems), models=names)
 
 
 def known_truth(
     folder: Path, checkpoints: Sequence[Checkpoint], count: int, seed: int, size: int
 ) -> dict[str, dict[str, float]]:
-    """Means of what is known of procedural edits without any metric (`measure_edit`), by checkpoint.
+    """Means of what is known of procedural edits without any metric (`measure_edit`), by checkpoint; of one whose edits
+    are not all there nothing is said.
 
     The reader sees by it whether the report's order is the true one.
     """
     prompts, result = ProceduralPrompts(seed, "test", size), {}
     for checkpoint in checkpoints:
+        if not all(edit_path(folder, checkpoint, prompts[index].key).exists() for index in range(count)):
+            continue
         measures = []
         for index in range(count):
             prompt = prompts[index]
@@ -420,15 +438,56 @@ def known_truth(
     return result
 
 
-def clear(folder: Path) -> None:
-    """Removes what a rendering writes, and nothing else.
+def files_to_clear(folder: Path) -> list[Path]:
+    """What `clear` would remove: the files that `rendering.json` names, and none where there is no such file.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: where a rendering would write there are files of someone else, or `rendering.json` is damaged.
     """
+    pictures = [path for name in ("sources", "edits") for path in sorted((folder / name).rglob("*")) if _is_file(path)]
+    texts = [path for name in (MANIFEST_NAME, "truth.json") if _is_file(path := folder / name)]
+    settings = folder / SETTINGS_NAME
+    ours: set[Path] = set()
+    if settings.exists():
+        known = read_json(settings)
+        names, keys = (known.get(name) if isinstance(known, dict) else None for name in ("checkpoints", "keys"))
+        if not isinstance(names, dict) or not isinstance(keys, list) or "editor" not in known:
+            raise RunError(f"{settings} is of no rendering of this version; give another --output_dir, or empty {folder}.")
+        ours = {source_path(folder, key) for key in keys} | {settings, *texts}
+        ours |= {edit_path(folder, Checkpoint(name), key) for name in names for key in keys}
+    else:
+        texts += [path for path in sorted((folder / "report").rglob("*")) if _is_file(path)]  # `evaluate` would replace it
+    foreign = [path for path in (*pictures, *texts) if path not in ours and not path.name.startswith(TEMPORARY)]
+    if foreign:
+        raise RunError(
+            f"--overwrite would write where no rendering of this command has written {foreign[0].relative_to(folder)}; give "
+            "another --output_dir, or move it."
+        )
+    return [path for path in (*pictures, *texts, settings) if _is_file(path)]
+
+
+def clear(folder: Path, rows: Sequence[Row] = ()) -> None:
+    """Removes what a rendering wrote, and nothing else.
+
+    Args:
+        rows: that are to be edited next; their sources must not be among it.
+
+    Raises:
+        RunError: as `files_to_clear`, a row's source would go, or the disk refuses.
+    """
+    files = files_to_clear(folder)
+    gone = {file.resolve() for file in files}
+    for row in rows:
+        if isinstance(row.source, ImageFile) and row.source.path.resolve() in gone:
+            raise RunError(f"--overwrite would delete {row.source.label}, the source of {row.key!r}; give another --output_dir.")
     with disk_errors(folder):
-        for name in ("sources", "edits"):
-            if (folder / name).is_dir():
-                shutil.rmtree(folder / name)
-        for name in (SETTINGS_NAME, MANIFEST_NAME, "truth.json"):
-            (folder / name).unlink(missing_ok=True)
+        for file in files:
+            file.unlink(missing_ok=True)
+        homes = [path for name in ("sources", "edits") for path in ((folder / name), *(folder / name).rglob("*"))]
+        for home in sorted(homes, reverse=True):  # the innermost first
+            if home.is_dir() and not home.is_symlink() and not any(home.iterdir()):
+                home.rmdir()
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_symlink() or path.is_file()

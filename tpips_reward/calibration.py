@@ -175,6 +175,14 @@ def probe_answers(metric: Any) -> list[float]:
     return metric.similarity_pairs([first], [second], pairs).detach().float().tolist()
 
 
+def no_calibration() -> TPIPSError:
+    """The error of a metric without a calibration."""
+    return TPIPSError(
+        f"This metric has no calibration ({CALIBRATION_NAME} beside its weights); make one by python -m "
+        "metric_training.calibrate, or leave out calibrated."
+    )
+
+
 class CalibratedMetric:
     """A metric whose similarities are probabilities; for rewards and evaluations it is a metric like any other.
 
@@ -193,10 +201,7 @@ class CalibratedMetric:
             calibration = Calibration.load(calibration)
         found = calibration or getattr(metric, "calibration", None)
         if found is None:
-            raise TPIPSError(
-                f"This metric has no calibration ({CALIBRATION_NAME} beside its weights); make one by python -m "
-                "metric_training.calibrate, or leave out calibrated."
-            )
+            raise no_calibration()
         found.check_metric(metric)
         self.metric, self.calibration = metric, found
 

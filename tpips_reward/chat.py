@@ -37,6 +37,10 @@ class NoAnswer(TPIPSError):
     """A server that was busy, silent or down in every attempt; another question may still be answered."""
 
 
+class Refused(TPIPSError):
+    """A server or a model that does not answer this question; another one may be answered."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """A completion.
@@ -45,10 +49,12 @@ class Reply:
         text: the answer; None where it has another form.
         positions: for each token of the answer token -> log-probability, that of the answer first, then its alternatives;
             empty where the server gives none.
+        refusal: why a completion has no text; None where it has some, and where the answer is no completion.
     """
 
     text: str | None
     positions: list[dict[str, float]] = field(default_factory=list)
+    refusal: str | None = None
 
 
 class ChatClient:
@@ -69,7 +75,7 @@ class ChatClient:
         counts: how many "retries" and "time-outs" there were.
 
     Raises:
-        TPIPSError: an address or a model that is none.
+        TPIPSError: an address or a model that is none, a key that cannot be sent.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class ChatClient:
         self.url, self.model = url.rstrip("/") + "/chat/completions", model.strip()
         self.timeout, self.attempts, self.wait = timeout, attempts, wait
         self.counts: Counter[str] = Counter()
-        self._key = api_key(url) if key is None else key
+        self._key = _checked_key(api_key(url) if key is None else key, url)
         self._options: dict[str, Any] = dict(options or {})
         self._lock = threading.Lock()
 
@@ -100,9 +106,13 @@ class ChatClient:
 
         Raises:
             NoAnswer: as `complete`.
-            TPIPSError: as `complete`, or the answer has no text.
+            Refused: as `complete`, or the completion has no text.
+            TPIPSError: as `complete`, or the answer is no completion.
         """
-        text = self.complete(question, image).text
+        reply = self.complete(question, image)
+        text = reply.text
+        if reply.refusal is not None:
+            raise Refused(f"{self.model!r} at {self.url} gave no text ({reply.refusal}).")
         if text is None:
             raise TPIPSError(f"{self.url} answered something that is no chat completion; check the address.")
         return text
@@ -112,6 +122,7 @@ class ChatClient:
 
         Raises:
             NoAnswer: all attempts failed for a passing reason.
+            Refused: the server does not take this request (status 400 or 422).
             TPIPSError: the server refuses (wrong key, unknown model), or answers without end.
         """
         content: list[dict[str, Any]] = [{"type": "text", "text": question}]
@@ -126,8 +137,10 @@ class ChatClient:
             except urllib.error.HTTPError as error:
                 said = _said(error)
                 why = f"status {error.code}, {said}"
-                if error.code in (400, 422) and self._drop_option(said, options):
-                    continue
+                if error.code in (400, 422):
+                    if self._drop_option(said, options):
+                        continue
+                    raise Refused(f"{self.url} did not take the request for {self.model!r} ({why}).") from None
                 if error.code not in _PASSING:
                     raise TPIPSError(
                         f"{self.url} refused the request for {self.model!r} ({why}); check the address, the model, and the "
@@ -189,12 +202,30 @@ def api_key(url: str) -> str | None:
     return os.environ.get(KEY_NAMES[0]) or (os.environ.get(KEY_NAMES[1]) if encrypted else None)
 
 
+def _checked_key(key: str | None, url: str) -> str | None:
+    """The key without blanks around it.
+
+    Raises:
+        TPIPSError: no header can carry it. The key is not shown.
+    """
+    text = (key or "").strip()
+    if any(ord(letter) < 32 or 127 <= ord(letter) < 160 or ord(letter) > 255 for letter in text):
+        raise TPIPSError(
+            f"The key for {url} holds a line break or a letter that no header can carry; copy it anew into {KEY_NAMES[0]}."
+        )
+    return text or None
+
+
 def _read(answer: Any) -> Reply:
     try:
         choice = answer["choices"][0]
-        text = choice["message"]["content"]
-    except (KeyError, IndexError, TypeError):
+        message = choice["message"]
+        text = message.get("content")
+    except (KeyError, IndexError, TypeError, AttributeError):
         return Reply(None)
+    if text is None and ("content" in message or message.get("refusal")):
+        said = " ".join(str(message.get("refusal") or choice.get("finish_reason") or "its content is null").split())
+        return Reply(None, refusal=said[:300])
     try:
         tokens = choice["logprobs"]["content"]
         positions = [{token["token"]: float(token["logprob"])} for token in tokens]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
-from tpips_reward.calibration import CALIBRATION_NAME, Calibration
+from tpips_reward.calibration import CALIBRATION_NAME, Calibration, no_calibration
 from tpips_reward.devices import parse_device
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import make_readable
@@ -81,13 +81,7 @@ def load_metric(
     target = parse_device(device)
     kind = weights_dtype(dtype, target)
     hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    if not isinstance(source, (str, os.PathLike)):
-        raise TPIPSError(f"A metric is named by a text or a path such as 'builtin:late', not by {source!r}.")
-    folder = resolve(str(os.fspath(source)), hub)
-    if revision is not None and (str(source).startswith("builtin:") or Path(source).expanduser().is_dir()):
-        raise TPIPSError(
-            f"revision {revision!r} names a version on the Hub, but {str(source)!r} is on this machine; leave it out."
-        )
+    folder = _locate(source, revision, hub)
     try:
         if (folder / CONFIG_NAME).is_file():
             fusion, info = _load_own(folder, kind, merge_lora)
@@ -95,10 +89,7 @@ def load_metric(
             fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
             info = {}
         else:
-            raise TPIPSError(
-                f"{folder} is no TPIPS checkpoint: it has neither {CONFIG_NAME} (ours) "
-                "nor config.json and model.pt (released)."
-            )
+            raise _no_checkpoint(folder)
         change_scale = info.pop("change_scale", None)
         fusion.requires_grad_(False)
         known = folder / CALIBRATION_NAME
@@ -115,6 +106,53 @@ def load_metric(
         ) from error
     metric.to(target).set_attention(attention)
     return metric.compile() if compile else metric
+
+
+def check_metric(
+    source: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+    calibrated: bool = False,
+) -> None:
+    """What can be known of a metric before its weights are loaded, so that a typo does not cost the hours before.
+
+    A checkpoint on the Hub is fetched.
+
+    Args:
+        source, device, dtype, revision: as for `load_metric`.
+        calibrated: whether a calibration must lie beside the metric.
+
+    Raises:
+        TPIPSError: an unknown source, device or dtype, a folder without a checkpoint, or a calibration that is missing or
+            damaged.
+    """
+    weights_dtype(dtype, parse_device(device))
+    folder = _locate(source, revision, {"revision": revision})
+    if not (folder / CONFIG_NAME).is_file() and not is_released_layout(folder):
+        raise _no_checkpoint(folder)
+    if calibrated:
+        if not (folder / CALIBRATION_NAME).is_file():
+            raise no_calibration()
+        Calibration.load(folder / CALIBRATION_NAME)
+
+
+def _locate(source: str | os.PathLike[str], revision: str | None, hub: dict[str, Any]) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TPIPSError(f"A metric is named by a text or a path such as 'builtin:late', not by {source!r}.")
+    folder = resolve(str(os.fspath(source)), hub)
+    if revision is not None and (str(source).startswith("builtin:") or Path(source).expanduser().is_dir()):
+        raise TPIPSError(
+            f"revision {revision!r} names a version on the Hub, but {str(source)!r} is on this machine; leave it out."
+        )
+    return folder
+
+
+def _no_checkpoint(folder: Path) -> TPIPSError:
+    return TPIPSError(
+        f"{folder} is no TPIPS checkpoint: it has neither {CONFIG_NAME} (ours) nor config.json and model.pt (released)."
+    )
 
 
 def resolve(source: str, hub: dict[str, Any]) -> Path:

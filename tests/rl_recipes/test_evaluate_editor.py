@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,40 @@ def test_procedural_edits_of_two_checkpoints(
     with pytest.raises(SystemExit):
         launch("--count", 3, "--lora", f"a={adapters / 'b'}", "--resume")
     assert "'a' is another one" in capsys.readouterr().err
+
+
+def test_further_checkpoints_join_those_that_are_there(launch: Run, adapters: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert launch("--count", 2, "--lora", adapters / "a") == 0
+    assert launch("--count", 2, "--lora", adapters / "b", "--resume") == 0
+    report = json.loads((out / "report/report.json").read_text())
+    assert {entry["model"]: entry["scored"] for entry in report["models"] if not entry["control"]} == {"base": 2, "a": 2, "b": 2}
+    assert list(json.loads((out / "truth.json").read_text())) == ["base", "a", "b"]
+    assert read_manifest(out / "manifest.jsonl").models == ("base", "a", "b")
+
+    (out / "edits/a/test-000001.png").unlink()  # as if a's run had been stopped before it
+    assert launch("--count", 2, "--resume") == 0
+    report = json.loads((out / "report/report.json").read_text())
+    assert {entry["model"]: entry["scored"] for entry in report["models"] if not entry["control"]} == {"base": 2, "a": 1, "b": 2}
+    assert report["problems"]["counts"] == {"missing_output": 1}
+    assert list(json.loads((out / "truth.json").read_text())) == ["base", "b"]
+
+
+def test_the_first_ctrl_c_stops_the_scoring(
+    launch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # the handler runs between two of these
+            pass
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(evaluate_editor, "_score", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        launch("--count", 1)
+    assert stop.value.code == 130 and "interrupted" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert launch("--count", 1, "--resume") == 0
 
 
 def test_a_users_own_edits(launch: Run, adapters: Path, photos: Path, tmp_path: Path) -> None:
@@ -294,3 +330,44 @@ def test_bad_settings_are_one_line(launch: Run, tmp_path: Path, capsys: pytest.C
         err = capsys.readouterr().err
         assert stop.value.code == 2 and message in err and len(err.strip().splitlines()) == 1
     assert [p.name for p in (tmp_path / "full").iterdir() if not p.name.startswith(".")] == ["mine.txt"]
+
+
+def test_overwrite_costs_nothing_but_an_earlier_rendering(
+    launch: Run, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(message: str, *flags: object, folder: Path = tmp_path / "out") -> None:
+        with pytest.raises(SystemExit):
+            launch("--overwrite", *flags, folder=folder)
+        assert message in capsys.readouterr().err
+
+    mine = tmp_path / "mine"
+    for name in ("sources/1.png", "edits/base/1.png", "manifest.jsonl"):
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("mine")
+    refused("no rendering of this command has written sources/1.png", "--count", 1, folder=mine)
+    assert sum(path.is_file() for path in mine.rglob("*")) == 3
+
+    (tmp_path / "reports/report").mkdir(parents=True)
+    (tmp_path / "reports/report/report.md").write_text("mine")
+    refused("has written report/report.md", "--count", 1, folder=tmp_path / "reports")
+
+    assert launch("--count", 1) == 0
+    before = pixels(tmp_path / "out")
+    rows = [json.loads(line) for line in photos.read_text().splitlines()]
+    bad = photos.parent / "bad.jsonl"
+    bad.write_text(json.dumps(rows[-1]) + "\n")
+    ours = tmp_path / "ours.jsonl"
+    ours.write_text(json.dumps(rows[0] | {"image": str(tmp_path / "out/sources/test-000000.png")}) + "\n")
+    refused("no.jsonl does not exist", "--data", tmp_path / "no.jsonl")
+    refused("bad.jsonl has no edit that can be rendered", "--data", bad)
+    refused("the source of 'k0'", "--data", ours)
+    refused("there is no metric 'builtin:lat'".capitalize(), "--metric", "builtin:lat")
+    refused("has no calibration", "--calibrated")
+    refused("steps is 0", "--steps", 0)
+    (tmp_path / "out/sources/mine.jpg").write_text("mine")
+    refused("has written sources/mine.jpg", "--count", 1)
+    (tmp_path / "out/sources/mine.jpg").unlink()
+    assert pixels(tmp_path / "out") == before and len(before) == 2
+
+    assert launch("--overwrite", "--data", photos) == 0
+    assert sorted(pixels(tmp_path / "out")) == [f"{home}/k{n}.png" for home in ("edits/base", "sources") for n in range(3)]

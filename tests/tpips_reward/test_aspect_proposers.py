@@ -227,6 +227,17 @@ def test_an_interruption_keeps_what_was_proposed(bare, tmp_path):
     assert len(rest.requests) == 2
 
 
+def test_no_model_is_loaded_where_all_of_its_proposals_are_there(bare, tmp_path):
+    path = tmp_path / "aspects.jsonl"
+    propose_aspects(read_manifest(bare), path, lambda: Scripted())
+    write_lines(path, [{**entry, "proposer": "vlm:/nothing/here"} for entry in read_lines(path)])
+    make = parse_proposer("vlm:/nothing/here")
+    assert propose_aspects(read_manifest(bare), path, make).origins == {"vlm:/nothing/here": 6}
+    write_lines(path, read_lines(path)[1:])
+    with pytest.raises(TPIPSError, match="nothing/here"):  # the model is loaded for the row that needs it
+        propose_aspects(read_manifest(bare), path, make)
+
+
 def test_a_proposer_is_made_only_where_aspects_are_missing(tmp_path):
     def make():
         raise AssertionError("no row needs it")
@@ -246,6 +257,15 @@ def test_the_command_with_an_endpoint(serve, bare, tmp_path, monkeypatch, capsys
     err = capsys.readouterr().err
     assert "refused the request for 'n' (status 404, no such model)" in err and len(err.strip().splitlines()) == 1
     assert tpips_reward.cli.main([*flags, "oracle", "--overwrite"]) == 2 and "no proposer" in capsys.readouterr().err
+
+
+def test_an_edit_that_a_server_refuses_costs_that_edit_alone(serve, bare):
+    server = serve(reply(None), (400, {"error": "filtered"}, {}), reply(""), reply(""), reply(""), reply(GOOD))
+    found = propose_aspects(read_manifest(bare), None, parse_proposer(f"endpoint:m@{server.url}"))
+    assert found.origins == {"instruction": 3, "endpoint:m": 3}
+    assert [(problem.kind, problem.key) for problem in found.dataset.problems] == [
+        ("failed_proposal", f"00{n}") for n in range(3)
+    ]
 
 
 def test_evaluate_takes_a_proposer(bare, tmp_path):

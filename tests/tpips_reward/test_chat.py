@@ -12,7 +12,7 @@ import pytest
 from chat_server import Server, reply, serving
 from PIL import Image
 
-from tpips_reward.chat import ChatClient, NoAnswer, api_key
+from tpips_reward.chat import ChatClient, NoAnswer, Refused, api_key
 from tpips_reward.errors import TPIPSError
 
 Serve = Callable[..., Server]
@@ -92,8 +92,8 @@ def test_options_that_a_server_does_not_take_are_left_out(serve):
     ("answer", "message"),
     [
         ((401, {"error": "bad key"}, {}), "refused the request for 'm' .status 401.*bad key"),
-        ((400, {"error": "no images"}, {}), "status 400.*no images"),
-        (reply(None), "no chat completion"),
+        ((403, {"error": "not yours"}, {}), "status 403"),
+        ((404, {"error": "no model"}, {}), "status 404"),
         ({"odd": 1}, "no chat completion"),
         (b"x" * 1_000_001, "more than 1,000,000 bytes"),
     ],
@@ -102,7 +102,40 @@ def test_what_cannot_pass_stops_at_once_and_without_the_key(serve, answer, messa
     server = serve(answer)
     with pytest.raises(TPIPSError, match=message) as caught:
         client(server)[0].ask("x")
-    assert not isinstance(caught.value, NoAnswer) and "secret" not in str(caught.value) and len(server.requests) == 1
+    assert not isinstance(caught.value, NoAnswer | Refused) and "secret" not in str(caught.value) and len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((400, {"error": "no images"}, {}), "status 400.*no images"),
+        ((422, {"error": "filtered"}, {}), "status 422.*filtered"),
+        (reply(None), "gave no text .its content is null"),
+        ({"choices": [{"message": {"content": None, "refusal": "I cannot help"}}]}, "gave no text .I cannot help"),
+        ({"choices": [{"message": {"refusal": "I cannot help"}}]}, "gave no text .I cannot help"),
+        ({"choices": [{"message": {"content": None}, "finish_reason": "content_filter"}]}, "content_filter"),
+    ],
+)
+def test_one_question_may_be_refused(serve, answer, message):
+    server = serve(answer, reply("yes"))
+    made = client(server)[0]
+    with pytest.raises(Refused, match=message) as caught:
+        made.ask("x")
+    assert "secret" not in str(caught.value) and made.ask("y") == "yes" and len(server.requests) == 2
+
+
+def test_keys_that_no_header_carries(serve, monkeypatch):
+    server = serve(reply("yes"))
+    client(server, key=" secret\r\n")[0].ask("x")
+    client(server, key=" \n")[0].ask("x")
+    assert server.keys == ["Bearer secret", None]
+    for key in ("sec\nret", "sec\u20acret", "sec\x7fret"):
+        with pytest.raises(TPIPSError, match="holds a line break or a letter") as caught:
+            client(server, key=key)
+        assert "sec" not in str(caught.value)
+    monkeypatch.setenv("TPIPS_API_KEY", "sec\nret")
+    with pytest.raises(TPIPSError, match="holds a line break"):
+        client(server, key=None)
 
 
 def test_a_redirect_is_not_followed(serve):

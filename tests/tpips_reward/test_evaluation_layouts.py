@@ -16,6 +16,7 @@ from evaluation_files import save, write_edits, write_lines
 from fake_metrics import RegionMetric
 from PIL import Image
 
+import tpips_reward.cli
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import (
     Dataset,
@@ -108,7 +109,7 @@ def test_gedit_says_what_is_missing(tmp_path):
         read_gedit(tmp_path / "results", tmp_path / "broken.parquet")
 
 
-def test_gedit_v2(tmp_path):
+def test_gedit_v2(tmp_path, capsys):
     rows = [{"key": f"{n}", "instruction": f"do {n}", "task": "style", "source_image": png(n)} for n in range(4)]
     table = write_parquet(tmp_path / "bench" / "data.parquet", rows)
     home = tmp_path / "results"
@@ -128,6 +129,17 @@ def test_gedit_v2(tmp_path):
     write_lines(home / "metadata.jsonl", [lines[0], lines[0], {"key": "1", "candidates": "x"}])
     with pytest.raises(TPIPSError, match="names no candidates"):
         read_gedit_v2(home, table)
+    # a key is doubled where one of its two entries is faulty, too
+    write_lines(home / "metadata.jsonl", [lines[0], {"key": "0", "candidates": "x"}, {**lines[0], "key": "1"}])
+    dataset = read_gedit_v2(home, table)
+    assert kinds(dataset)["doubled_key"] == 1 and [sorted(row.outputs) for row in dataset.rows][:2] == [[], ["a", "b"]]
+    rows[1] |= {"key": "0", "instruction": None}
+    dataset = read_gedit_v2(home, write_parquet(tmp_path / "doubled.parquet", rows))
+    assert kinds(dataset)["doubled_key"] == 2 and [row.key for row in dataset.rows] == ["2", "3"]
+    # and folders of models mean nothing here
+    flags = ["evaluate", str(home), "--layout", "gedit-v2", "--benchmark", str(table), "--output", str(tmp_path / "r")]
+    assert tpips_reward.cli.main([*flags, "--model", f"a={home / 'a'}"]) == 2
+    assert "leave out --model" in capsys.readouterr().err
 
 
 def test_imgedit(tmp_path):
@@ -203,7 +215,7 @@ def test_rankings_that_cannot_be_read(text):
 
 
 def vcreward_rows(image) -> list[dict[str, Any]]:
-    """Six rows, of which three are usable; `image` makes a cell of a gray level."""
+    """Nine rows, of which three are usable; `image` makes a cell of a gray level."""
     winners = ("Image A", "image b", "Tie", "Image C", "A", "A")
     rows = [
         {"key": f"k{n}", "instruction": f"do {n}", "source_image": image(n), "task": "color_alter", "winner": winner,
@@ -211,7 +223,8 @@ def vcreward_rows(image) -> list[dict[str, Any]]:
         for n, winner in enumerate(winners)
     ]  # fmt: skip
     rows[4]["edited_images"] = rows[4]["edited_images"][:1]
-    return [*rows[:5], {**rows[5], "key": "k9"}, {**rows[5], "key": "k9"}]
+    faulty = {**rows[5], "key": "k8", "winner": "neither"}
+    return [*rows[:5], {**rows[5], "key": "k9"}, {**rows[5], "key": "k9"}, {**rows[5], "key": "k8"}, faulty]
 
 
 def check_vcreward(dataset: Dataset) -> None:
@@ -219,7 +232,7 @@ def check_vcreward(dataset: Dataset) -> None:
     assert votes == [("k0", "A", 1, "preservation"), ("k1", "A", -1, "preservation"), ("k2", "A", 0, "preservation")]
     assert [row.key for row in dataset.rows] == ["k0", "k1", "k2"] and dataset.rows[0].category == "color_alter"
     assert [level(dataset.rows[1].outputs[name]) for name in ("A", "B")] == [101, 201]
-    assert kinds(dataset) == {"bad_row": 2, "doubled_key": 1} and dataset.total_rows == 7
+    assert kinds(dataset) == {"bad_row": 3, "doubled_key": 2} and dataset.total_rows == 9
     assert dataset.anonymous and dataset.vote_rule == "vcreward"
 
 
@@ -245,12 +258,12 @@ def test_votes_of_ones_own(tmp_path):
     dataset = read_manifest(write_edits(tmp_path, 3))
     good = {"key": "000", "first": "good", "second": "drifting", "vote": "first"}
     bad = [{**good, "key": "7"}, {**good, "first": "x"}, {**good, "second": "good"}, {**good, "vote": "A"},
-           {**good, "dimension": "beauty"}]  # fmt: skip
+           {**good, "dimension": "beauty"}, {**good, "vote": ["first"]}]  # fmt: skip
     tie = {**good, "key": "001", "vote": "tie", "dimension": "change"}
     path = write_lines(tmp_path / "votes.jsonl", [good, *bad, tie])
     voted = read_votes(path, dataset)
     assert [(vote.label, vote.dimension) for vote in voted.votes] == [(1, "overall"), (0, "change")]
-    assert kinds(voted) == {"bad_vote": 5}
+    assert kinds(voted) == {"bad_vote": 6}
     with pytest.raises(TPIPSError, match="no usable vote"):
         read_votes(write_lines(path, bad), dataset)
 

@@ -174,6 +174,23 @@ def test_a_bad_row_is_listed_and_left_out(manifest, fields, kind):
     assert len(dataset.rows) == (2 if kind == "doubled_key" else 3)
 
 
+@pytest.mark.parametrize("fault", [{"source": None}, {"source": "in/none.png"}, {"preserve": [""]}])
+def test_a_key_that_a_faulty_row_has_too_is_doubled(manifest, fault):
+    change(manifest, 1, key="000", **fault)
+    dataset = read_manifest(manifest)
+    assert kinds(dataset)["doubled_key"] == 1 and [row.key for row in dataset.rows] == ["002", "003"]
+
+
+def test_models_whose_names_differ_in_blanks_only(manifest, tmp_path):
+    lines = read_lines(manifest)
+    change(manifest, 1, outputs={**lines[1]["outputs"], " good": "good/000.png"})
+    dataset = read_manifest(manifest)
+    assert kinds(dataset) == {"bad_row": 1} and "'good' has two outputs" in dataset.problems[0].detail
+    table = manifest.with_name("edits.csv")
+    table.write_text("key,source,output:m,output: m\n1,in/000.png,good/000.png,good/001.png\n")
+    assert kinds(read_manifest(table, needs_outputs=False)) == {"bad_row": 1}
+
+
 def test_lines_that_are_no_json(manifest):
     text = manifest.read_text().splitlines()
     broken = [text[0], "{", "[1]", text[1].replace('"key"', '"key": "9", "key"'), "", *text[2:]]

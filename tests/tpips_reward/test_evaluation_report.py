@@ -22,7 +22,8 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest, read_votes
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER
 from tpips_reward.evaluation.folder import REPORT_NAMES
-from tpips_reward.evaluation.html import esc, fill
+from tpips_reward.evaluation.html import esc, fill, p_value
+from tpips_reward.evaluation.report import write_report
 from tpips_reward.scenes import Scene
 
 FAST = Settings(resamples=300, examples=2)
@@ -303,6 +304,20 @@ def test_a_folder_that_exists_is_refused(manifest, tmp_path):
     assert again["work"]["pairs_measured"] == 0 and again["work"]["pairs_cached"] == 12 * 6 * 2
     assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0
     assert (folder / "notes.txt").read_text() == "mine"
+    scored = next((folder / "cache").glob("*/*.json"))
+    mine = [folder / "cache/model.bin", scored.parent / "notes.json", folder / f"cache/mine/{scored.name}"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    stale = scored.with_name("0" * 32 + ".json")
+    stale.write_text("{}")
+    assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0, "the cache is cleared"
+    assert not stale.exists() and [path.read_text() for path in mine] == ["mine"] * 3, "and what is not ours stays"
+    foreign = tmp_path / "foreign"
+    (foreign / "cache").mkdir(parents=True)
+    (foreign / "cache/model.bin").write_text("mine")
+    with pytest.raises(TPIPSError, match=r"not empty \(cache\)"):
+        run(manifest, foreign)
     with pytest.raises(TPIPSError, match="give one of the two"):
         run(manifest, folder, overwrite=True, resume=True)
     other = tmp_path / "other"
@@ -331,6 +346,24 @@ def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):
         run(manifest, tmp_path / "report")
     report = evaluate(read_manifest(manifest), RegionMetric(), tmp_path / "report", metric_name="region", resume=True)
     assert report["counts"]["rows_scored"] == 12
+
+
+def test_a_p_value_is_never_shown_as_zero(manifest, tmp_path):
+    assert [p_value(value) for value in (None, 1e-5, 0.0001, 0.25)] == ["–", "< 0.0001", "0.0001", "0.2500"]
+    ends = {"mean": 0.1, "low": 0.1, "high": 0.1, "count": 9}
+    entry = {"first": "a", "second": "b", "measure": "overall", "difference": ends, "sources": 9, "p": 1e-5, "p_holm": 2e-5,
+             "wins": 1.0, "ties": 0.0, "losses": 0.0, "rows_needed": 2, "by": "category", "name": "c"}  # fmt: skip
+    report = run(manifest, tmp_path / "report") | {"comparisons": [entry], "differences": [entry]}
+    write_report(tmp_path / "report", report, [], 0)
+    shown = [(tmp_path / "report" / name).read_text() for name in ("report.html", "report.md")]
+    assert shown[0].count("&lt; 0.0001") == 4 == shown[1].count("< 0.0001") + shown[1].count("&lt; 0.0001")
+
+
+def test_a_row_without_any_output_is_not_scored(manifest, tmp_path):
+    for name in ("good", "drifting", "destroying"):
+        (manifest.parent / name / "000.png").unlink()
+    counts = run(manifest, tmp_path / "report")["counts"]
+    assert (counts["rows"], counts["rows_scored"], counts["rows_left_out"]) == (12, 11, 1)
 
 
 def test_nothing_to_score(manifest, tmp_path):

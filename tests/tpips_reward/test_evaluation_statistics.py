@@ -75,7 +75,17 @@ def test_the_p_value_is_that_of_all_sign_flips():
     exact = np.mean(np.abs((every * gaps).sum(1)) >= gaps.sum() - 1e-9)
     found = compared(gaps, np.zeros(6), flips=every)
     assert found.p == pytest.approx((1 + exact * 64) / 65)
-    assert compared(gaps, np.zeros(6)).p == pytest.approx(exact, abs=0.02)
+    assert compared(gaps, np.zeros(6)).p == exact, "64 flips are fewer than 4,000: each is counted once"
+    assert compared(np.ones(5), np.zeros(5)).p == 2 / 2**5
+
+
+def test_all_sign_flips_or_as_many_as_are_drawn(monkeypatch):
+    monkeypatch.setattr("tpips_reward.evaluation.statistics._CHUNK", 35)
+    every = np.concatenate(list(sign_flips(rng(), 5, 32)))
+    assert {tuple(row) for row in every} == set(product([-1.0, 1.0], repeat=5)) - {(1.0,) * 5} and len(every) == 31
+    assert len(np.concatenate(list(sign_flips(rng(), 5, 31)))) == 31
+    assert len({tuple(row) for row in np.concatenate(list(sign_flips(rng(), 5, 31)))}) < 31, "drawn ones repeat"
+    assert np.concatenate(list(sign_flips(rng(), 200, 10))).shape == (10, 200)
 
 
 def test_pairs_beside_one_another_are_compared_as_if_alone(monkeypatch):
@@ -113,7 +123,10 @@ def test_rows_needed_follow_the_formula_and_suffice():
     generator = rng()
     gaps = generator.normal(0.1, 0.5, size=200)
     found = compared(gaps, np.zeros(200))
-    assert found.rows_needed == np.ceil(1.96**2 * gaps.var(ddof=1) / gaps.mean() ** 2)
+    assert found.rows_needed == np.ceil(1.95996**2 * gaps.var(ddof=1) / gaps.mean() ** 2)
+    weights, flips = bootstrap_weights(rng(), 200), list(sign_flips(rng(), 200, 100))
+    wider = compare(gaps[:, None], np.arange(200), weights, flips, level=0.99)[0]
+    assert wider.rows_needed == np.ceil(2.57583**2 * gaps.var(ddof=1) / gaps.mean() ** 2) > found.rows_needed
     many = compared(np.tile(gaps, 1 + 4 * found.rows_needed // 200), np.zeros(200 * (1 + 4 * found.rows_needed // 200)))
     assert many.difference.low > 0
     assert compared(np.zeros(5), np.zeros(5)).rows_needed is None
@@ -156,8 +169,21 @@ def test_minus_distances_are_measured_too():
 # --- votes
 
 
-def judge(votes: list[Vote], scores: dict[str, float], rule: str):
-    return agreement(votes, lambda key, model, measure: scores.get(f"{key}{model}"), rule, rng(), 200)
+def judge(votes: list[Vote], scores: dict[str, float], rule: str, sources: dict[str, str] | None = None):
+    drawn = sources or {vote.key: vote.key for vote in votes}
+    return agreement(votes, lambda key, model, measure: scores.get(f"{key}{model}"), drawn, rule, rng(), 200)
+
+
+@pytest.mark.parametrize("rule", ["plain", "editscore", "tiger"])
+def test_the_intervals_of_agreement_draw_sources(rule):
+    keys = [f"{source}-{row}" for source in range(4) for row in range(25)]  # right on all rows of a source, or on none
+    votes = [Vote(key, "a", "b", 1 if row % 2 else -1, group=key) for row, key in enumerate(keys)]
+    scores = {f"{v.key}a": 0.5 + 0.1 * v.label * (1 if v.key[0] < "2" else -1) for v in votes}
+    scores |= {f"{v.key}b": 0.5 for v in votes}
+    wide = judge(votes, scores, rule, {key: key[0] for key in keys})[0]
+    assert wide["accuracy"] == 0.5 and (wide["low"], wide["high"]) == (0.0, 1.0)
+    narrow = judge(votes, scores, rule)[0]
+    assert narrow["low"] > 0.35 and narrow["high"] < 0.65
 
 
 def test_plain_votes_drop_peoples_ties_and_halve_the_metrics():

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tpips_reward.aspects.rules import Proposal, propose
 from tpips_reward.aspects.validation import MAX_ASPECTS, check_phrase, check_proposed
+from tpips_reward.chat import Refused
 from tpips_reward.errors import TPIPSError
 
 if TYPE_CHECKING:
@@ -123,7 +124,10 @@ class ModelProposer:
                                  low=MIN_ASPECTS, high=MAX_ASPECTS)  # fmt: skip
         why = ""
         for _ in range(self.attempts):
-            answer = self.ask(question + (RETRY.format(why=why) if why else ""), request.image)
+            try:
+                answer = self.ask(question + (RETRY.format(why=why) if why else ""), request.image)
+            except Refused as error:  # of this edit: a filter, an image that is too large
+                raise ProposalError(str(error)) from None
             try:
                 target, preserve = parse_answer(answer)
             except TPIPSError as error:
@@ -173,7 +177,19 @@ def _checked(target: Sequence[str], preserve: Sequence[str]) -> tuple[tuple[str,
     return changed, kept
 
 
-def parse_proposer(text: str) -> Callable[[], Proposer]:
+@dataclass(frozen=True)
+class ProposerSource:
+    """Makes a proposer; its name is known before, so that nothing is loaded where all of its proposals are."""
+
+    name: str
+    make: Callable[[], Proposer]
+
+    def __call__(self) -> Proposer:
+        """The proposer."""
+        return self.make()
+
+
+def parse_proposer(text: str) -> ProposerSource:
     """What makes the proposer of a name in the table above; a model is loaded when it is called, and not before.
 
     Raises:
@@ -181,21 +197,22 @@ def parse_proposer(text: str) -> Callable[[], Proposer]:
     """
     kind, _, rest = text.strip().partition(":")
     if text.strip() == RULES:
-        return RuleProposer
+        return ProposerSource(RULES, RuleProposer)
     if kind == "vlm" and rest:
         def load() -> Proposer:
             from tpips_reward.aspects.vlm import VisionLanguageModel
 
             return ModelProposer(text.strip(), VisionLanguageModel(rest).ask)
 
-        return load
+        return ProposerSource(text.strip(), load)
     if kind == "endpoint":
         model, _, url = rest.rpartition("@")
         from tpips_reward.chat import ChatClient
 
         client = ChatClient(url, model)
         # the address is left out of the name: the same model elsewhere answers the same
-        return lambda: ModelProposer(f"endpoint:{model}", client.ask)
+        name = f"endpoint:{model}"
+        return ProposerSource(name, lambda: ModelProposer(name, client.ask))
     raise TPIPSError(
         f"There is no proposer {text!r}; write rules, vlm:SOURCE or endpoint:MODEL@URL, such as "
         "endpoint:Qwen/Qwen3-VL-8B-Instruct@http://localhost:8000/v1."

@@ -15,7 +15,7 @@ where all of its pairs are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +33,28 @@ MEASURE_OF = {"overall": "overall", "preservation": "preservation", "change": "c
 
 @dataclass(frozen=True)
 class Judged:
-    """A vote with the metric's difference, score of the first - score of the second, and the votes of its ranking."""
+    """A vote with the metric's difference, score of the first - score of the second, its row's source, and the votes of
+    its ranking."""
 
     vote: Vote
     gap: float
+    source: str
     ranking_votes: int = 1
 
 
 def agreement(
-    votes: Sequence[Vote], score: Score, rule: str, rng: np.random.Generator, resamples: int = 2000, level: float = 0.95
+    votes: Sequence[Vote],
+    score: Score,
+    sources: Mapping[str, str],
+    rule: str,
+    rng: np.random.Generator,
+    resamples: int = 2000,
+    level: float = 0.95,
 ) -> list[dict[str, Any]]:
     """A dict for each dimension that was voted on: accuracy with its interval, and everything that was left out.
 
     Args:
+        sources: row's key -> its source, of every row that has scores; the intervals draw sources.
         rule: a key of :data:`RULES`.
 
     Raises:
@@ -61,7 +70,7 @@ def agreement(
         for vote in asked:
             sides = [score(vote.key, model, MEASURE_OF[dimension]) for model in (vote.first, vote.second)]
             if sides[0] is not None and sides[1] is not None:
-                judged.append(Judged(vote, sides[0] - sides[1], ranking[vote.group or vote.key]))
+                judged.append(Judged(vote, sides[0] - sides[1], sources[vote.key], ranking[vote.group or vote.key]))
         result: dict[str, Any] = {
             "dimension": dimension,
             "rule": rule,
@@ -79,23 +88,22 @@ def agreement(
 def _plain(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, level: float) -> dict[str, Any]:
     decided = [item for item in judged if item.vote.label]
     points = [0.5 if item.gap == 0 else float(item.gap * item.vote.label > 0) for item in decided]
-    return _accuracy(points, [item.vote.key for item in decided], rng, resamples, level)
+    return _accuracy(points, [item.source for item in decided], rng, resamples, level)
 
 
 def _strict(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, level: float) -> dict[str, Any]:
     decided = [item for item in judged if item.vote.label]
     points = [float(item.gap * item.vote.label > 0) for item in decided]
-    return _accuracy(points, [item.vote.key for item in decided], rng, resamples, level)
+    return _accuracy(points, [item.source for item in decided], rng, resamples, level)
 
 
 def _tiger(judged: Sequence[Judged], rng: np.random.Generator, resamples: int, level: float) -> dict[str, Any]:
     threshold = best_tie_threshold([item.vote.label for item in judged], [item.gap for item in judged])
-    keys = [item.vote.key for item in judged]
-    result = _accuracy(_three_way(judged, threshold), keys, rng, resamples, level)
+    result = _accuracy(_three_way(judged, threshold), [item.source for item in judged], rng, resamples, level)
     decided = [item for item in judged if item.vote.label]
     without = _accuracy(
         [float(item.gap * item.vote.label > 0) for item in decided],
-        [item.vote.key for item in decided],
+        [item.source for item in decided],
         rng,
         resamples,
         level,
@@ -153,12 +161,12 @@ def best_tie_threshold(labels: Sequence[int], gaps: Sequence[float]) -> float:
 
 
 def _accuracy(
-    points: Sequence[float], keys: Sequence[str], rng: np.random.Generator, resamples: int, level: float
+    points: Sequence[float], sources: Sequence[str], rng: np.random.Generator, resamples: int, level: float
 ) -> dict[str, Any]:
     if not points:
         return {"accuracy": None, "low": None, "high": None, "counted": 0}
-    names = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-    clusters = np.array([names[key] for key in keys])
+    names = {source: index for index, source in enumerate(dict.fromkeys(sources))}
+    clusters = np.array([names[source] for source in sources])
     weights = bootstrap_weights(rng, len(names), resamples)
     interval = mean_intervals(np.asarray(points)[:, None], clusters, weights, level)[0]
     return {"accuracy": interval.mean, "low": interval.low, "high": interval.high, "counted": len(points)}

@@ -82,10 +82,12 @@ def read_dataset(options: argparse.Namespace) -> Dataset:
             raise TPIPSError(f"--{name} means nothing for --layout {layout}; leave it out.")
     if layout in _VOTED and (folders or options.votes is not None):
         raise TPIPSError(f"--layout {layout} has outputs and votes of its own; leave out --model and --votes.")
+    if layout == "gedit-v2" and folders:
+        raise TPIPSError("--layout gedit-v2 finds the models and their images in metadata.jsonl; leave out --model.")
     if layout == "gedit":
         return read_gedit(options.input, options.benchmark, models=folders, language=options.language)
     if layout == "gedit-v2":
-        return read_gedit_v2(options.input, options.benchmark, models=folders)
+        return read_gedit_v2(options.input, options.benchmark)
     if layout == "imgedit":
         return read_imgedit(options.input, options.benchmark, options.sources, models=folders)
     if layout in _VOTED:

@@ -23,6 +23,8 @@ FEWEST_SOURCES = 6
 #: The smallest p that flips can give is 1 / (flips + 1), which the adjustment multiplies by the family's size: so many
 #: flips a test leave room below 0.01.
 _FLIPS_A_TEST = 100
+#: Time and memory go by the flips: a family of more than 1,000 tests gets no more, and its smallest p (Holm) is its size /
+#: 100,000.
 _MOST_FLIPS = 100_000
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from pathlib import Path
 
 from tpips_reward.errors import TPIPSError
+from tpips_reward.files import TEMPORARY
 
 CACHE_NAME = "cache"
 ASPECTS_NAME = "aspects.jsonl"
 REPORT_NAMES = ("report.html", "report.json", "report.md", "summary.csv", "rows.csv", "aspects.csv", "differences.csv",
                 "problems.csv")  # fmt: skip
+#: `ScoreCache` keeps a folder a metric, and in it a file a source.
+_METRIC, _SCORES = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}\.json")
 
 
 def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
@@ -37,17 +40,33 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
         if overwrite:
             for name in REPORT_NAMES:
                 (folder / name).unlink(missing_ok=True)
-            if (folder / CACHE_NAME).is_dir():
-                shutil.rmtree(folder / CACHE_NAME)
+            _clear_cache(folder / CACHE_NAME)
     except OSError as error:
         raise TPIPSError(f"The folder {folder} cannot be used: {error.strerror or error}.") from error
     return folder
 
 
+def _cached(cache: Path) -> list[Path]:
+    """The files of ours: cached scores, and what a killed process left of them."""
+    homes = [home for home in sorted(cache.glob("*")) if _METRIC.fullmatch(home.name) and home.is_dir()]
+    files = [file for home in homes for file in sorted(home.iterdir())]
+    return [file for file in files if _SCORES.fullmatch(file.name) or file.name.startswith(TEMPORARY)]
+
+
+def _clear_cache(cache: Path) -> None:
+    """Removes the files of ours and the folders that are empty then; `cache` may be a user's own."""
+    files = _cached(cache)
+    for file in files:
+        file.unlink()
+    for home in [*dict.fromkeys(file.parent for file in files), *([cache] if files else [])]:
+        if not home.is_symlink() and not any(home.iterdir()):
+            home.rmdir()
+
+
 def _refusal(folder: Path, there: list[str]) -> str:
     if "report.json" in there:
         return f"{folder} holds a report; give --overwrite to replace it, or another --output."
-    if set(there) <= {CACHE_NAME, ASPECTS_NAME}:
+    if set(there) <= {CACHE_NAME, ASPECTS_NAME} and (CACHE_NAME not in there or _cached(folder / CACHE_NAME)):
         return (
             f"{folder} holds an evaluation that did not finish; give --resume to go on, or --overwrite to start anew."
         )

@@ -39,6 +39,13 @@ def text(value: object, title: str = "") -> Cell:
     return Cell(esc(value), str(value), title=title)
 
 
+def p_value(value: float | None) -> str:
+    """A p value as it is shown; one that four digits cannot hold is not shown as 0."""
+    if value is None:
+        return "–"
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+
+
 def number(value: float | None, digits: int = 3, *, heat: float | None = None, title: str = "") -> Cell:
     """A cell of a number, or a dash where there is none."""
     shown = "–" if value is None else f"{value:.{digits}f}"

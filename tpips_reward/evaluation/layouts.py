@@ -20,14 +20,13 @@ from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import (
     Listing,
     check_folder,
-    check_key,
     find_key,
     find_path,
     output_of,
     source_of,
     unexpected_files,
 )
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
 from tpips_reward.evaluation.tables import read_table
 
 LANGUAGES = ("en", "cn")
@@ -95,15 +94,12 @@ def read_gedit(
     return builder.dataset(len(chosen))
 
 
-def read_gedit_v2(
-    results: str | Path, benchmark: str | Path, *, models: Mapping[str, str | Path] | None = None
-) -> Dataset:
+def read_gedit_v2(results: str | Path, benchmark: str | Path) -> Dataset:
     """GEditBench v2: candidates listed in `metadata.jsonl`, images relative to it.
 
     Args:
         results: the folder of `metadata.jsonl`, or that file.
         benchmark: the table with the sources (Parquet, or a folder of it).
-        models: only these names (their folders are not used; `metadata.jsonl` says where the images are).
 
     Raises:
         TPIPSError: a table is missing or has other columns.
@@ -112,18 +108,20 @@ def read_gedit_v2(
     candidates: dict[str, list[tuple[str, str]]] = {}
     extra: list[Problem] = []
     for place, entry in _table(listed, ("key", "candidates")):
+        key, found = "", []
         try:
-            key, found = check_key(entry["key"]), _candidates(entry)
+            key = check_key(entry["key"])
+            found = _candidates(entry)
         except TPIPSError as error:
-            extra.append(Problem("bad_row", f"{place}: {error}"))
-            continue
+            extra.append(Problem("bad_row", f"{place}: {error}", key))
+            if not key:
+                continue
         if key in candidates:
             detail = f"{listed.name} has the key {key!r} twice; none of its candidates is used."
             extra.append(Problem("doubled_key", detail, key))
             found = []
         candidates[key] = found
-    wanted = {check_model_name(name): None for name in (models or {})}
-    names = tuple(wanted or dict.fromkeys(model for found in candidates.values() for model, _ in found))
+    names = tuple(dict.fromkeys(model for found in candidates.values() for model, _ in found))
     if not names:
         raise TPIPSError(f"{listed} names no candidates.")
 
@@ -199,13 +197,15 @@ class _Builder:
         self.name, self.models = name, models
         self.listing = Listing()
         self.problems: list[Problem] = []
-        self.rows: list[tuple[str, Row]] = []
+        self.rows: list[Row] = []
+        self.keys: list[tuple[str, object]] = []
 
     def row(self, place: str, entry: dict[str, Any]) -> _RowBuilder:
+        self.keys.append((place, entry["key"]))
         return _RowBuilder(self, place)
 
     def dataset(self, total: int) -> Dataset:
-        rows, doubled = unique_rows(self.rows)
+        rows, doubled = unique_rows(self.rows, self.keys)
         problems = (*self.problems, *doubled, *shared_files(rows))
         return Dataset(self.name, tuple(rows), self.models, problems, total_rows=total)
 
@@ -228,7 +228,7 @@ class _RowBuilder:
             return True
         if error is None and self.ref is not None:
             row = Row(self.key, self.ref, self.instruction, self.outputs, category=self.category or "uncategorized")
-            self.builder.rows.append((self.place, row))
+            self.builder.rows.append(row)
         return False
 
     def start(self, key: str, instruction: str, category: str) -> None:

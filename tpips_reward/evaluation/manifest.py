@@ -20,14 +20,13 @@ from tpips_reward.evaluation.pairing import (
     Found,
     Listing,
     check_folder,
-    check_key,
     find_key,
     find_path,
     output_of,
     source_of,
     unexpected_files,
 )
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
 from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
 from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
 
@@ -57,7 +56,8 @@ def read_manifest(
     for name, folder in places.items():
         check_folder(folder, f"of the model {name!r}")
     listing, problems = Listing(), []
-    parsed: list[tuple[str, Row]] = []
+    parsed: list[Row] = []
+    keys: list[tuple[str, object]] = []
     named: dict[str, None] = {}
     seen: set[str] = set()
     mentioned: dict[str, set[str]] = {}
@@ -65,6 +65,7 @@ def read_manifest(
         if isinstance(entry, TPIPSError):
             problems.append(Problem("bad_row", f"{place} is {entry}"))
             continue
+        keys.append((place, entry.get("key", str(number))))
         try:
             fields = _fields(entry, number, bool(places))
         except TPIPSError as error:
@@ -79,8 +80,8 @@ def read_manifest(
         row, found = _row(fields, manifest.parent, places, listing, place)
         problems += found
         if row is not None:
-            parsed.append((place, row))
-    rows, doubled = unique_rows(parsed)
+            parsed.append(row)
+    rows, doubled = unique_rows(parsed, keys)
     models = (*named, *places)
     if not models and needs_outputs:
         raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.")
@@ -181,6 +182,10 @@ def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, An
     outputs = entry.get("outputs") or {}
     if not isinstance(outputs, dict):
         raise TPIPSError('"outputs" is an object: {"name of a model": "path of its image"}.')
+    names = [check_model_name(model) for model in outputs]
+    doubled = [name for name in names if names.count(name) > 1]
+    if doubled:
+        raise TPIPSError(f"the model {doubled[0]!r} has two outputs, under names that differ in blanks only; rename one.")
     for model, value in outputs.items():
         if value is not None and not _names_an_image(value):
             raise TPIPSError(f"the output of {model!r} is {value!r}; give a path, or null where there is none.")
@@ -192,7 +197,7 @@ def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, An
         "source": sources[0],
         "instruction": entry.get("instruction", "").strip(),
         "category": entry.get("category", "").strip() or "uncategorized",
-        "outputs": {check_model_name(model): value for model, value in outputs.items()},
+        "outputs": dict(zip(names, outputs.values(), strict=True)),
         "preserve": _aspect_field(entry, "preserve"),
         "target": _aspect_field(entry, "target"),
         "unknown": [name for name in entry if name not in FIELDS],

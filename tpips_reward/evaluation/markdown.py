@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpips_reward.evaluation.examples import Example
+from tpips_reward.evaluation.html import p_value
 from tpips_reward.evaluation.measures import MEASURES
 from tpips_reward.evaluation.page import (
     FAMILIES,
@@ -49,7 +50,7 @@ def markdown(report: dict[str, Any], examples: Sequence[Example] = ()) -> str:
     rows: list[tuple[object, ...]]
     if report["comparisons"]:
         rows = [
-            (e["first"], e["second"], e["measure"], _around(e["difference"]), _short(e["p"]), _short(e["p_holm"]),
+            (e["first"], e["second"], e["measure"], _around(e["difference"]), p_value(e["p"]), p_value(e["p_holm"]),
              f"{e['wins']:.2f} / {e['ties']:.2f} / {e['losses']:.2f}", e["difference"]["count"],
              e["rows_needed"] or "–")
             for e in report["comparisons"]
@@ -96,8 +97,8 @@ def _md_differences(report: dict[str, Any]) -> list[str]:
     if not entries:
         return []
     rows = [
-        (part_name(e), e["name"], f"{e['first']} − {e['second']}", _around(e["difference"]), _short(e["p"]),
-         _short(e["p_holm"]), f"{e['wins']:.2f} / {e['ties']:.2f} / {e['losses']:.2f}", e["difference"]["count"])
+        (part_name(e), e["name"], f"{e['first']} − {e['second']}", _around(e["difference"]), p_value(e["p"]),
+         p_value(e["p_holm"]), f"{e['wins']:.2f} / {e['ties']:.2f} / {e['losses']:.2f}", e["difference"]["count"])
         for e in entries
     ]  # fmt: skip
     headings = ("by", "name", "models", "difference", "p", "p (Holm)", "wins / ties / losses", "rows")

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from tpips_reward.evaluation.examples import Example, score_of
-from tpips_reward.evaluation.html import Cell, esc, fill, histogram, interval, number, search_field, table, text
+from tpips_reward.evaluation.html import (
+    Cell,
+    esc,
+    fill,
+    histogram,
+    interval,
+    number,
+    p_value,
+    search_field,
+    table,
+    text,
+)
 from tpips_reward.evaluation.measures import MEASURES
 
 #: Aspects in the heat map, and differences by category and aspect; the others are in the CSV files and report.json.
@@ -133,8 +144,8 @@ def _comparisons(report: dict[str, Any]) -> str:
                 text(entry["second"]),
                 text(entry["measure"]),
                 interval(entry["difference"]),
-                number(entry["p"], 4),
-                number(entry["p_holm"], 4, title="adjusted for the number of pairs of models"),
+                Cell(esc(p_value(entry["p"])), entry["p"]),
+                Cell(esc(p_value(entry["p_holm"])), entry["p_holm"], title="adjusted for the number of pairs of models"),
                 number(entry["wins"], 2),
                 number(entry["ties"], 2),
                 number(entry["losses"], 2),
@@ -171,8 +182,8 @@ def _differences(report: dict[str, Any]) -> str:
                 text(entry["name"]),
                 text(f"{entry['first']} − {entry['second']}"),
                 interval(entry["difference"]),
-                number(entry["p"], 4),
-                number(entry["p_holm"], 4),
+                Cell(esc(p_value(entry["p"])), entry["p"]),
+                Cell(esc(p_value(entry["p_holm"])), entry["p_holm"]),
                 Cell(shares, entry["wins"]),
                 number(entry["difference"]["count"], 0),
             ]

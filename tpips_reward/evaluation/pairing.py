@@ -153,25 +153,6 @@ def check_folder(folder: Path, what: str) -> None:
         raise TPIPSError(f"The folder {folder} {what} {state}; give the folder that holds the images.")
 
 
-def check_key(key: object) -> str:
-    """A key as text.
-
-    Raises:
-        TPIPSError: it is no text or whole number, empty, no Unicode, or leads out of the folder of results.
-    """
-    if isinstance(key, bool) or not isinstance(key, str | int) or not str(key).strip():
-        raise TPIPSError(f"The key is {key!r}; give a short text or a number.")
-    text = str(key).strip()
-    if text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
-        raise TPIPSError(f"The key {text!r} holds half a character; give a short text or a number.")
-    path = PurePosixPath(text)
-    if path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
-        raise TPIPSError(
-            f"The key {text!r} leads out of the folder of results; keys are names such as 0001 or animal/7."
-        )
-    return text
-
-
 def is_image_name(name: str) -> bool:
     """Whether a file's name says that it is an image; hidden files do not count."""
     return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_SUFFIXES

@@ -54,6 +54,12 @@ class _Work:
     _proposer: Proposer | None = None
 
     @property
+    def name(self) -> str:
+        """Of the proposer, which is made only where what makes it does not know."""
+        name = getattr(self.make, "name", None)
+        return name if isinstance(name, str) else self.proposer.name
+
+    @property
     def proposer(self) -> Proposer:
         """Made when the first row needs it: a model takes minutes to load."""
         if self._proposer is None:
@@ -122,13 +128,13 @@ def _entry(row: Row, work: _Work) -> tuple[Entry, str]:
     if known is not None and known.edited:
         return known, "edited"
     rules = RuleProposer()
-    proposer = work.proposer
-    if known is not None and known.proposer == proposer.name:
-        return known, rules(Request(row.instruction, row.category)).by if proposer.name == rules.name else known.proposer
-    name, proposal = proposer.name, _proposal(row, work)
+    name = work.name
+    if known is not None and known.proposer == name:
+        return known, rules(Request(row.instruction, row.category)).by if name == rules.name else known.proposer
+    proposal = _proposal(row, work)
     if proposal is None:
         name, proposal = rules.name, rules(Request(row.instruction, row.category))
-    elif proposer.name != rules.name:
+    elif name != rules.name:
         work.unwritten += 1
     mark = aspects_mark(proposal.target, proposal.preserve)
     return Entry(row.instruction, proposal.kind, proposal.target, proposal.preserve, name, mark), proposal.by
@@ -136,12 +142,13 @@ def _entry(row: Row, work: _Work) -> tuple[Entry, str]:
 
 def _proposal(row: Row, work: _Work) -> Proposal | None:
     """None where the proposer finds nothing for this row, which is listed."""
+    proposer = work.proposer  # a model that cannot be loaded stops everything
     try:
-        image = _picture(row) if work.proposer.needs_image else None
+        image = _picture(row) if proposer.needs_image else None
     except TPIPSError:
         return None  # scoring lists the source as unreadable, and leaves the row out
     try:
-        return work.proposer(Request(row.instruction, row.category, image))
+        return proposer(Request(row.instruction, row.category, image))
     except ProposalError as error:
         work.problems.append(Problem("failed_proposal", f"{row.key}: {error}", row.key, left_out=False))
         return None

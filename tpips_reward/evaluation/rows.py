@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
@@ -12,7 +14,7 @@ from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 #: Names of the controls start with this, so no model's may.
 CONTROL_PREFIX = "control: "
 
-#: What can be wrong with the input, and what it means. The report counts and lists every one.
+#: What can be wrong with the input, and what it means. report.md counts them; report.html, report.json and problems.csv list every one.
 PROBLEMS: dict[str, str] = {
     "bad_row": "a row of the manifest or of the benchmark's table that cannot be used",
     "doubled_key": "a key that several rows have; which outputs belong to which cannot be known",
@@ -160,16 +162,37 @@ def check_model_name(name: object) -> str:
     return name.strip()
 
 
-def unique_rows(rows: Sequence[tuple[str, Row]]) -> tuple[list[Row], list[Problem]]:
-    """Rows whose key no other row has; the rest are listed.
+def check_key(key: object) -> str:
+    """A key as text.
+
+    Raises:
+        TPIPSError: it is no text or whole number, empty, no Unicode, or leads out of the folder of results.
+    """
+    if isinstance(key, bool) or not isinstance(key, str | int) or not str(key).strip():
+        raise TPIPSError(f"The key is {key!r}; give a short text or a number.")
+    text = str(key).strip()
+    if text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
+        raise TPIPSError(f"The key {text!r} holds half a character; give a short text or a number.")
+    path = PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
+        raise TPIPSError(
+            f"The key {text!r} leads out of the folder of results; keys are names such as 0001 or animal/7."
+        )
+    return text
+
+
+def unique_rows(rows: Sequence[Row], keys: Sequence[tuple[str, object]]) -> tuple[list[Row], list[Problem]]:
+    """Rows whose key no other entry has, be that one usable or not; the rest are listed.
 
     Args:
-        rows: (where it stands, such as "line 3"; row).
+        rows: the usable ones.
+        keys: (where it stands, such as "line 3"; key as it was read) of every entry. What is no key is passed over.
     """
     places: dict[str, list[str]] = {}
-    for place, row in rows:
-        places.setdefault(row.key, []).append(place)
-    kept = [row for _, row in rows if len(places[row.key]) == 1]
+    for place, key in keys:
+        with suppress(TPIPSError):
+            places.setdefault(check_key(key), []).append(place)
+    kept = [row for row in rows if len(places[row.key]) == 1]
     problems = [
         Problem("doubled_key", f"The key {key!r} stands in {', '.join(where)}; give each row its own.", key)
         for key, where in places.items()

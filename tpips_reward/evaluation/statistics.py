@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -129,8 +130,8 @@ def compare(
     """Paired comparisons of K pairs of models.
 
     A p value is the share of sign flips whose mean difference is at least as far from 0 as the observed one, with the
-    observed one counted: (1 + k) / (1 + n). It is exact under the hypothesis that the two models are exchangeable, up to
-    the number of flips.
+    observed one counted: (1 + k) / (1 + n). It is exact under the hypothesis that the two models are exchangeable, where
+    the flips are all that there are; where they are drawn, it is so up to their number.
 
     Args:
         gaps: (R, K) first - second; NaN where a row lacks one of the two.
@@ -166,27 +167,37 @@ def compare(
                 wins=float((known > margin).mean()),
                 ties=float((np.abs(known) <= margin).mean()),
                 losses=float((known < -margin).mean()),
-                rows_needed=_rows_needed(sums[present, column], numbers[present, column]),
+                rows_needed=_rows_needed(sums[present, column], numbers[present, column], level),
             )
         )
     return found
 
 
 def sign_flips(rng: np.random.Generator, clusters: int, count: int = 2000) -> Iterator[np.ndarray]:
-    """`count` rows of -1 and 1 for each cluster, float64, in arrays of at most `_CHUNK` numbers."""
+    """`count` rows of -1 and 1 for each cluster, float64, in arrays of at most `_CHUNK` numbers.
+
+    Where there are no more than `count` different ones it is each of them once, but for the one that flips nothing, which
+    `compare` counts as the observed one: p is exact then.
+    """
     step = max(1, _CHUNK // max(1, clusters))
+    if 2**clusters <= count:
+        for begin in range(1, 2**clusters, step):
+            numbers = np.arange(begin, min(begin + step, 2**clusters))[:, None]
+            yield 1.0 - 2.0 * (numbers >> np.arange(clusters) & 1)
+        return
     for begin in range(0, count, step):
         yield rng.integers(0, 2, size=(min(step, count - begin), clusters)).astype(np.float64) * 2 - 1
 
 
-def _rows_needed(sums: np.ndarray, numbers: np.ndarray) -> int | None:
-    """n with 1.96 * standard error = |mean|, from the spread between clusters, in rows."""
+def _rows_needed(sums: np.ndarray, numbers: np.ndarray, level: float) -> int | None:
+    """n with z * standard error = |mean|, z the normal quantile of the level (1.96 at 0.95), from the spread between clusters, in rows."""
     mean = sums.sum() / numbers.sum()
     if len(sums) < 2 or abs(mean) < 1e-12:
         return None
     residuals = sums - mean * numbers
     variance = float((residuals**2).sum() / (len(sums) - 1) / numbers.mean() ** 2)
-    return max(2, int(np.ceil(1.96**2 * variance / mean**2 * numbers.mean())))
+    quantile = NormalDist().inv_cdf((1 + level) / 2)
+    return max(2, int(np.ceil(quantile**2 * variance / mean**2 * numbers.mean())))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -46,7 +46,7 @@ def summarize(
         "aspects": _aspects(measured, clusters, weights, how),
         "comparisons": overall_differences(measured, paired, clusters, weights, how),
         "differences": differences_within(measured, paired, clusters, weights, how),
-        "votes": _votes(dataset, measured, rng, how),
+        "votes": _votes(dataset, measured, sources, rng, how),
         "problems": {
             "counts": dict(Counter(problem.kind for problem in problems)),
             "meaning": {kind: PROBLEMS[kind] for kind in dict.fromkeys(problem.kind for problem in problems)},
@@ -73,13 +73,14 @@ def _counts(
     dataset: Dataset, measured: Measured, sources: int, shared: np.ndarray, problems: Sequence[Problem]
 ) -> dict[str, int]:
     scored = sum(len(row.outputs) for row in measured.rows)
+    rows = sum(bool(row.outputs) for row in measured.rows)  # of the others only the controls have scores
     expected = dataset.total_rows * len(dataset.models)
     if dataset.anonymous:  # a row has as many candidates as it has
         expected = sum(len(row.outputs) for row in dataset.rows)
     return {
         "rows": dataset.total_rows,
-        "rows_scored": len(measured.rows),
-        "rows_left_out": dataset.total_rows - len(measured.rows),
+        "rows_scored": rows,
+        "rows_left_out": dataset.total_rows - rows,
         "rows_all_models_have": int(shared.sum()),
         "sources": sources,
         "models": len(dataset.models),
@@ -153,7 +154,9 @@ def _within(values: np.ndarray, clusters: np.ndarray, weights: np.ndarray, how: 
     return mean_intervals(values, index, weights[:, present], how.level)
 
 
-def _votes(dataset: Dataset, measured: Measured, rng: np.random.Generator, how: Resampling) -> dict[str, Any] | None:
+def _votes(
+    dataset: Dataset, measured: Measured, sources: dict[str, str], rng: np.random.Generator, how: Resampling
+) -> dict[str, Any] | None:
     if not dataset.votes:
         return None
     place = {row.key: index for index, row in enumerate(measured.rows)}
@@ -171,7 +174,7 @@ def _votes(dataset: Dataset, measured: Measured, rng: np.random.Generator, how: 
         tau = ranking_agreement(overall, dataset.models, means)
     return {
         "rule": dataset.vote_rule,
-        "agreement": agreement(dataset.votes, score, dataset.vote_rule, rng, how.resamples, how.level),
+        "agreement": agreement(dataset.votes, score, sources, dataset.vote_rule, rng, how.resamples, how.level),
         "kendall_tau_of_models": tau,
     }
 

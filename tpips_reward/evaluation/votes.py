@@ -15,8 +15,8 @@ from typing import Any
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
-from tpips_reward.evaluation.pairing import Listing, check_key, find_path
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote, unique_rows
+from tpips_reward.evaluation.pairing import Listing, find_path
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote, check_key, unique_rows
 from tpips_reward.evaluation.tables import parse_object, read_table, read_text
 
 DIMENSIONS = ("overall", "preservation", "change")
@@ -58,12 +58,13 @@ def _vote(entry: dict[str, Any], keys: set[str], models: tuple[str, ...]) -> Vot
             raise TPIPSError(f'"{side}" is {entry.get(side)!r}; the models are {", ".join(models)}.')
     if entry["first"] == entry["second"]:
         raise TPIPSError(f"{entry['first']!r} is compared with itself.")
-    if entry.get("vote") not in labels:
-        raise TPIPSError(f'"vote" is {entry.get("vote")!r}; it is "first", "second" or "tie".')
+    vote = entry.get("vote")
+    if not isinstance(vote, str) or vote not in labels:
+        raise TPIPSError(f'"vote" is {vote!r}; it is "first", "second" or "tie".')
     dimension = entry.get("dimension", "overall")
     if dimension not in DIMENSIONS:
         raise TPIPSError(f'"dimension" is {dimension!r}; it is one of {", ".join(DIMENSIONS)}.')
-    return Vote(key, entry["first"], entry["second"], labels[entry["vote"]], dimension)
+    return Vote(key, entry["first"], entry["second"], labels[vote], dimension)
 
 
 def read_editscore_bench(benchmark: str | Path) -> Dataset:
@@ -136,6 +137,7 @@ def read_vcreward_bench(benchmark: str | Path) -> Dataset:
     table_path = listed if listed.is_file() else Path(benchmark)
     table, listing = read_table(table_path), Listing()
     parsed, votes, problems = [], {}, []
+    keys = [(place, entry.get("key")) for place, entry in table]
     for place, entry in table:
         key = ""
         try:
@@ -148,11 +150,11 @@ def read_vcreward_bench(benchmark: str | Path) -> Dataset:
                 raise TPIPSError(f"the winner is {entry.get('winner')!r}; expected 'Image A', 'Image B' or 'tie'.")
             outputs = dict(zip(("A", "B"), images, strict=True))
             row = _bench_row(key, {"task_type": entry.get("task"), **entry}, "source_image", outputs, table_path, listing)
-            parsed.append((place, row))
+            parsed.append(row)
             votes[key] = Vote(key, "A", "B", label, "preservation")
         except TPIPSError as error:
             problems.append(Problem("bad_row", f"{place}: {error}", key))
-    rows, doubled = unique_rows(parsed)
+    rows, doubled = unique_rows(parsed, keys)
     kept = [votes[row.key] for row in rows]
     return _bench("VCReward-Bench", rows, ("A", "B"), kept, [*problems, *doubled], "vcreward", len(table))
 
