@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import struct
+import time
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 from serving_workers import LocalWorker, b64, encoded, expected_scores, picture, request_of
 from starlette.testclient import TestClient
 
+from tpips_reward.aspects import propose
 from tpips_reward.errors import TPIPSError
 from tpips_reward.serving.app import create_app
 from tpips_reward.serving.limits import Limits
@@ -164,6 +166,15 @@ def test_unirls_errors_stay_with_their_sample(client):
     answer = client.post("/score", json={"requests": rows}).json()
     assert answer["results"][1] == {} and "base64" in answer["errors"][1]["tpips:preserve"]
     assert answer["results"][0]["tpips:preserve"]["score"] == pytest.approx(expected_scores(1)[0])
+
+
+def test_a_long_instruction_fails_its_sample_alone(client):
+    """And what reads instructions is linear in their length: nobody else would be answered meanwhile."""
+    assert_error(client.post("/compute", json=compute_body(prompt=["make it red", "now " * 501])), 422, "bad_request", "2004 letters")
+    begin = time.monotonic()
+    assert propose("now " * 400_000 + "remove the dog").kind == "remove" and time.monotonic() - begin < 20
+    deep = compute_body(1, kwargs={"metadata": ["[" * 100_000]})
+    assert_error(client.post("/compute", json=deep), 422, "bad_request", "no JSON")
 
 
 def test_unirl_needs_two_turns(client):

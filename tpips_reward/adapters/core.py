@@ -57,7 +57,7 @@ def _object(metadata: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if isinstance(metadata, str):
         try:
             content = json.loads(metadata) if metadata.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TPIPSError(f"A sample's metadata are no JSON ({error}): {metadata[:80]!r}.") from None
     if content is not None and not isinstance(content, Mapping):
         raise TPIPSError(f"A sample's metadata are a {type(content).__name__}; give a dict, or JSON text of one.")
