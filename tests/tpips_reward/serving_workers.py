@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import uvicorn
 from fake_metrics import RegionMetric
 from PIL import Image
 
@@ -78,6 +79,17 @@ class LocalWorker:
 @contextmanager
 def running(workers: Sequence[Any], **options: Any) -> Iterator[str]:
     """A server on a port of its own, in a thread; its address."""
+    with serving(workers, **options) as (server, _):
+        yield address_of(server)
+
+
+def address_of(server: uvicorn.Server) -> str:
+    return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+
+@contextmanager
+def serving(workers: Sequence[Any], **options: Any) -> Iterator[tuple[uvicorn.Server, threading.Thread]]:
+    """The same, for tests that look into the server or end it."""
     limits = options.pop("limits", Limits(wait_seconds=0.002))
     server = http_server(create_app(workers, limits=limits, **options), limits, port=0)
     thread = threading.Thread(target=server.run)
@@ -86,7 +98,7 @@ def running(workers: Sequence[Any], **options: Any) -> Iterator[str]:
         while not server.started:
             time.sleep(0.01)
             assert thread.is_alive(), "the server did not start"
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield server, thread
     finally:
         server.should_exit = True
         thread.join(20)
