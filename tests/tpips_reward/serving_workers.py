@@ -24,7 +24,7 @@ from tpips_reward.serving.worker import MetricRewards, WorkerDied, score_items
 
 
 class TroubleMetric(RegionMetric):
-    """Takes PIL images. The aspects "slow", "explode" and "nan" do what they say."""
+    """Takes PIL images. The aspects "slow", "explode", "device" (an error of it) and "nan" do what they say."""
 
     def similarity_pairs(self, images: Sequence[Any], references: Sequence[Any], pairs: Any, **options: Any) -> Any:
         aspects = {aspect for _, _, aspect in pairs}
@@ -32,6 +32,8 @@ class TroubleMetric(RegionMetric):
             time.sleep(0.3)
         if "explode" in aspects:
             raise RuntimeError("out of memory")
+        if "device" in aspects:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         values = super().similarity_pairs(to_tensors(list(images)), to_tensors(list(references)), pairs, **options)
         for index, (_, _, aspect) in enumerate(pairs):
             if aspect == "nan":
@@ -53,6 +55,7 @@ class LocalWorker:
         self.sizes: list[int] = []
         self.deaths_left = 0
         self.starts_that_fail = 0
+        self.surprise: Exception | None = None  # instead of a WorkerDied
         self.starts = 0
         self.stopped = False
         self.gate = threading.Event()
@@ -62,14 +65,14 @@ class LocalWorker:
         self.starts += 1
         if self.starts_that_fail:
             self.starts_that_fail -= 1
-            raise WorkerDied("/srv/metric cannot be read")
+            raise self.surprise or WorkerDied("/srv/metric cannot be read")
 
     def score(self, items: Sequence[Item]) -> list[Answer]:
         self.gate.wait(20)
         self.sizes.append(len(items))
         if self.deaths_left:
             self.deaths_left -= 1
-            raise WorkerDied("killed")
+            raise self.surprise or WorkerDied("killed")
         return score_items(self.rewards, items)
 
     def stop(self) -> None:
