@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -115,6 +117,16 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format=kind)
     return buffer.getvalue()
+
+
+def with_exif(image: Image.Image, exif: bytes) -> bytes:
+    """A PNG with these bytes as its EXIF, which need not be any."""
+    png, body = encoded(image), b"eXIf" + exif
+    return png[:33] + struct.pack(">I", len(exif)) + body + struct.pack(">I", zlib.crc32(body)) + png[33:]
+
+
+#: Of each Pillow says something else: struct.error, TypeError, AttributeError ...
+BROKEN_EXIF = (b"II*\0", b"II*\0\x08\0\0\0\xff\xff")
 
 
 def b64(image: Image.Image, kind: str = "PNG") -> str:

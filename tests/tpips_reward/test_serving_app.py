@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from serving_workers import LocalWorker, b64, encoded, expected_scores, picture, request_of
+from serving_workers import BROKEN_EXIF, LocalWorker, b64, encoded, expected_scores, picture, request_of, with_exif
 from starlette.testclient import TestClient
 
 from tpips_reward.aspects import propose
@@ -206,6 +206,7 @@ BAD_IMAGES = [
     ("file:///etc/passwd", 422, "bad_request"),
     ("/etc/passwd", 400, "bad_base64"),
     ("data:image/png,plain", 422, "bad_request"),
+    (base64.b64encode(with_exif(picture(1), BROKEN_EXIF[0])).decode(), 415, "not_an_image"),
     (b64(picture(1).resize((2100, 10))), 422, "bad_request"),  # too long for the metric
 ]
 

@@ -126,6 +126,7 @@ def test_it_asks_as_a_reward_does(address):
     assert remote.requires("preserve") and not remote.requires("target") and remote.info["metric"] == "trouble"
     assert RemoteReward(address, "tpips:edit").requires("target")
     remote.check_aspects(["background"])
+    remote.check_aspects("background")  # one aspect, not ten letters of which two are the same
     for kept, changed in (([], ["color"]), (["a", "A"], []), (["a"], ["a"]), ([" "], [])):
         with pytest.raises(TPIPSError):
             remote.check_aspects(kept, changed)
