@@ -298,6 +298,19 @@ def test_multipart_with_other_parts(client):
     assert_error(client.post("/score", data={"request": both}, files=files), 422, "bad_request", "as files")
 
 
+def test_multipart_that_is_too_much():
+    files = [("images", (f"{n}.png", b"", "image/png")) for n in range(4)]
+    with served(limits=Limits(items=1, queue=1)) as client:
+        assert_error(client.post("/score", data={"request": "{}"}, files=files), 413, "too_large", "more than 3 images")
+        long = {"request": " " * (2**22 + 1)}
+        assert_error(client.post("/score", data=long, files=files[:1]), 413, "too_large", "`request`")
+
+
+def test_methods_and_slashes(client):
+    assert client.get("/score").headers["allow"] == "POST"
+    assert_error(client.post("/score/", json={}, follow_redirects=False), 404, "not_found")
+
+
 def test_unknown_paths_and_methods_are_json_too(client):
     assert_error(client.get("/docs"), 404, "not_found", "POST /score")
     assert_error(client.get("/score"), 405, "wrong_method")

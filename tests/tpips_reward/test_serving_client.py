@@ -145,6 +145,16 @@ def test_what_may_pass_is_tried_again(status):
     assert len(asked) == 3
 
 
+def test_an_item_that_may_be_scored_later_is_asked_for_again():
+    """503 of one item comes in an answer of 200 where others have scores."""
+    lost = {"score": None, "error": {"status": 503, "type": "unavailable", "message": "The worker cannot be started."}}
+    partly = {"results": [*good(0.5)["results"], lost]}
+    with scripted((200, partly, {}), (200, good(0.5, 0.25), {})) as (address, asked):
+        assert ask(address, 2).tolist() == [0.5, 0.25] and len(asked) == 2
+    with scripted((200, partly, {})) as (address, _), pytest.raises(RemoteRewardError, match="503 The worker"):
+        ask(address, 2, patience=0.5)
+
+
 def test_retry_after_is_heeded():
     begin = time.monotonic()
     with scripted((429, {}, {"Retry-After": "1"}), (200, good(0.5), {})) as (address, _):
@@ -186,6 +196,13 @@ def test_a_server_that_is_not_there():
         b'{"results": [{"score": NaN, "error": null}]}',
         b'{"results": [{"score": 1e999, "error": null}]}',
         {"results": [{"score": 0.0, "error": {"message": "cannot"}}]},
+        {"results": [0.5]},
+        {"results": [{"score": 0.5, "error": "cannot"}]},
+        {"results": [{"score": 10**400}]},
+        {"results": [{"score": 0.5, "terms": [1]}]},
+        {"results": [{"score": 0.5, "terms": {"gate": "open"}}]},
+        {"results": [{"score": 0.5, "per_aspect": [1]}]},
+        b"[" * 100_000,
     ],
 )
 def test_answers_that_are_none(body):
@@ -196,6 +213,13 @@ def test_answers_that_are_none(body):
 def test_an_error_of_one_item_names_it(address):
     with pytest.raises(RemoteRewardError, match="sample 1: The reward failed on this item"):
         RemoteReward(address)(EDITS, SOURCE, [["lighting"], ["explode"], ["lighting"]])
+
+
+@pytest.mark.parametrize("limits", [{}, {"items": "8", "body_bytes": 10}, {"items": None, "body_bytes": 10}, {"items": 0, "body_bytes": 1}])
+def test_limits_that_are_none(monkeypatch, limits):
+    monkeypatch.setitem(HEALTH, "limits", limits)
+    with scripted((200, good(0.5), {})) as (address, _), pytest.raises(RemoteRewardError, match="no tpips-reward server"):
+        ask(address)
 
 
 def test_another_server_at_that_address():

@@ -70,7 +70,7 @@ def create_app(
     # the interactive pages of FastAPI would load scripts from elsewhere
     app = FastAPI(
         title="tpips-reward", version=tpips_reward.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-        openapi_url="/openapi.json" if token is None else None,
+        redirect_slashes=False, openapi_url="/openapi.json" if token is None else None,
     )  # fmt: skip
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _own_error)
@@ -292,7 +292,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = (
         f"{request.method} {request.url.path}: {error.detail}; there are GET /health, /metrics, POST /score, /compute."
     )
-    return _refusal(RequestError(error.status_code, kind, message))
+    refusal = _refusal(RequestError(error.status_code, kind, message))
+    refusal.headers.update(error.headers or {})  # 405 says which methods there are
+    return refusal
 
 
 async def _own_error(request: Request, error: Exception) -> Response:
