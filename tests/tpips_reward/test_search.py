@@ -256,7 +256,7 @@ def test_a_photograph_with_broken_notes_is_skipped(metric, tmp_path, photos):
     home = tmp_path / "photos"
     home.mkdir()
     photos["cat_0"].save(home / "good.png")
-    (home / "bad.png").write_bytes(with_exif(photos["cat_0"], BROKEN_EXIF[0]))
+    (home / "bad.png").write_bytes(with_exif(photos["cat_0"], BROKEN_EXIF))
     built = build_index(home, ["lighting"], metric, tmp_path / "built", metric_name="parity")
     assert built.files == ["good.png"] and "bad.png cannot be read" in built.info["skipped"]["bad.png"]
 

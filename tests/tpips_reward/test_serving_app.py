@@ -206,7 +206,7 @@ BAD_IMAGES = [
     ("file:///etc/passwd", 422, "bad_request"),
     ("/etc/passwd", 400, "bad_base64"),
     ("data:image/png,plain", 422, "bad_request"),
-    (base64.b64encode(with_exif(picture(1), BROKEN_EXIF[0])).decode(), 415, "not_an_image"),
+    (base64.b64encode(with_exif(picture(1), BROKEN_EXIF)).decode(), 415, "not_an_image"),
     (b64(picture(1).resize((2100, 10))), 422, "bad_request"),  # too long for the metric
 ]
 

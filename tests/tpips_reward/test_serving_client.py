@@ -126,7 +126,7 @@ def test_it_asks_as_a_reward_does(address):
     assert remote.requires("preserve") and not remote.requires("target") and remote.info["metric"] == "trouble"
     assert RemoteReward(address, "tpips:edit").requires("target")
     remote.check_aspects(["background"])
-    remote.check_aspects("background")  # one aspect, not ten letters of which two are the same
+    remote.check_aspects("lighting")  # one aspect, not eight letters of which two are the same
     for kept, changed in (([], ["color"]), (["a", "A"], []), (["a"], ["a"]), ([" "], [])):
         with pytest.raises(TPIPSError):
             remote.check_aspects(kept, changed)
@@ -153,6 +153,13 @@ def test_an_item_that_may_be_scored_later_is_asked_for_again():
         assert ask(address, 2).tolist() == [0.5, 0.25] and len(asked) == 2
     with scripted((200, partly, {})) as (address, _), pytest.raises(RemoteRewardError, match="503 The worker"):
         ask(address, 2, patience=0.5)
+
+
+def test_an_item_that_is_lost_ends_the_call_whatever_the_others_wait_for():
+    errors = [{"score": None, "error": {"status": status, "message": f"it is {status}"}} for status in (503, 422)]
+    with scripted((200, {"results": errors}, {})) as (address, asked), pytest.raises(RemoteRewardError, match="it is 422"):
+        ask(address, 2)
+    assert len(asked) == 1
 
 
 def test_retry_after_is_heeded():

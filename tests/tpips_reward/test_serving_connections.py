@@ -289,7 +289,7 @@ def test_the_time_of_an_unwanted_body_is_not_the_next_heads():
 def test_a_server_that_is_stopped_twice_says_503():
     """A client that waits takes 500 for final, and 503 not."""
     worker = LocalWorker()
-    with serving([worker]) as (server, thread), line(address_of(server)) as client:
+    with serving([worker]) as (server, _), line(address_of(server)) as client:
         worker.gate.clear()
         body = json.dumps(request_of(1)).encode()
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)

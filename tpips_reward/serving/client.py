@@ -169,8 +169,8 @@ class RemoteReward:
         results = answer.get("results")
         if not isinstance(results, list) or len(results) != len(rows):
             raise RemoteRewardError(f"{self.address} answered {str(answer)[:200]} for {len(rows)} items.")
-        for index, result in enumerate(results):
-            self._check(result, f"sample {first + index}")
+        for index in sorted(range(len(results)), key=lambda index: _may_pass(results[index])):  # what is final says more
+            self._check(results[index], f"sample {first + index}")
         return results
 
     def _check(self, result: Any, name: str) -> None:
@@ -312,14 +312,23 @@ def _are_limits(limits: Any) -> bool:
     return isinstance(limits, dict) and all(_is_number(limits.get(name)) and limits[name] >= 1 for name in names)
 
 
+def _may_pass(result: Any) -> bool:
+    """Whether an item has an error, and one that may pass."""
+    error = result.get("error") if isinstance(result, dict) else None
+    return isinstance(error, dict) and error.get("status") in _MAY_PASS
+
+
 def _waiting_item(answer: dict[str, Any]) -> str | None:
-    """What an item of an answer says that may be scored later, such as 503 while the worker is started again."""
+    """What an item of an answer says that may be scored later, such as 503 while the worker is started again.
+
+    None where no item says so, and where another has an error that will not pass.
+    """
     results = answer.get("results")
-    for result in results if isinstance(results, list) else ():
-        error = result.get("error") if isinstance(result, dict) else None
-        if isinstance(error, dict) and error.get("status") in _MAY_PASS:
-            return f"{error['status']} {error.get('message')}"
-    return None
+    failed = [result for result in results if isinstance(result, dict) and result.get("error")] if isinstance(results, list) else []
+    if not failed or not all(map(_may_pass, failed)):
+        return None
+    error = failed[0]["error"]
+    return f"{error['status']} {error.get('message')}"
 
 
 def _output(results: list[dict[str, Any]]) -> RewardOutput:

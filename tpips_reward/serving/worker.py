@@ -115,7 +115,7 @@ def _score(reward: RewardCall, items: list[Item]) -> list[Answer]:
             target_images=[item.target_image for item in items] if any(i.target_image for i in items) else None,
         )
         return split_output(output)
-    except Exception as error:  # noqa: BLE001 - whatever else it is, it belongs to one item
+    except Exception as error:  # whatever else it is, it belongs to one item
         if _is_of_device(error):
             raise
         if len(items) > 1:
