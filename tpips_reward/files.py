@@ -8,8 +8,23 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tpips_reward.errors import TPIPSError
+
 #: Begins the names of temporary files; what a killed process left can be told by it.
 TEMPORARY = ".tmp-"
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a place where no folder can be.
+
+    Raises:
+        TPIPSError: the path, or one above it, is there and is no folder.
+    """
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return
+        if place.exists() or place.is_symlink():
+            raise TPIPSError(f"{place} is no folder, so that nothing can be written to {path}; give another --output.")
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import uvicorn
 from fake_metrics import RegionMetric
 from PIL import Image
 
@@ -23,7 +26,7 @@ from tpips_reward.serving.worker import MetricRewards, WorkerDied, score_items
 
 
 class TroubleMetric(RegionMetric):
-    """Takes PIL images. The aspects "slow", "explode" and "nan" do what they say."""
+    """Takes PIL images. The aspects "slow", "explode", "device" (an error of it) and "nan" do what they say."""
 
     def similarity_pairs(self, images: Sequence[Any], references: Sequence[Any], pairs: Any, **options: Any) -> Any:
         aspects = {aspect for _, _, aspect in pairs}
@@ -31,6 +34,8 @@ class TroubleMetric(RegionMetric):
             time.sleep(0.3)
         if "explode" in aspects:
             raise RuntimeError("out of memory")
+        if "device" in aspects:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         values = super().similarity_pairs(to_tensors(list(images)), to_tensors(list(references)), pairs, **options)
         for index, (_, _, aspect) in enumerate(pairs):
             if aspect == "nan":
@@ -52,6 +57,7 @@ class LocalWorker:
         self.sizes: list[int] = []
         self.deaths_left = 0
         self.starts_that_fail = 0
+        self.surprise: Exception | None = None  # instead of a WorkerDied
         self.starts = 0
         self.stopped = False
         self.gate = threading.Event()
@@ -61,14 +67,14 @@ class LocalWorker:
         self.starts += 1
         if self.starts_that_fail:
             self.starts_that_fail -= 1
-            raise WorkerDied("/srv/metric cannot be read")
+            raise self.surprise or WorkerDied("/srv/metric cannot be read")
 
     def score(self, items: Sequence[Item]) -> list[Answer]:
         self.gate.wait(20)
         self.sizes.append(len(items))
         if self.deaths_left:
             self.deaths_left -= 1
-            raise WorkerDied("killed")
+            raise self.surprise or WorkerDied("killed")
         return score_items(self.rewards, items)
 
     def stop(self) -> None:
@@ -78,6 +84,17 @@ class LocalWorker:
 @contextmanager
 def running(workers: Sequence[Any], **options: Any) -> Iterator[str]:
     """A server on a port of its own, in a thread; its address."""
+    with serving(workers, **options) as (server, _):
+        yield address_of(server)
+
+
+def address_of(server: uvicorn.Server) -> str:
+    return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+
+@contextmanager
+def serving(workers: Sequence[Any], **options: Any) -> Iterator[tuple[uvicorn.Server, threading.Thread]]:
+    """The same, for tests that look into the server or end it."""
     limits = options.pop("limits", Limits(wait_seconds=0.002))
     server = http_server(create_app(workers, limits=limits, **options), limits, port=0)
     thread = threading.Thread(target=server.run)
@@ -86,7 +103,7 @@ def running(workers: Sequence[Any], **options: Any) -> Iterator[str]:
         while not server.started:
             time.sleep(0.01)
             assert thread.is_alive(), "the server did not start"
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield server, thread
     finally:
         server.should_exit = True
         thread.join(20)
@@ -100,6 +117,16 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format=kind)
     return buffer.getvalue()
+
+
+def with_exif(image: Image.Image, exif: bytes) -> bytes:
+    """A PNG with these bytes as its EXIF, which need not be any."""
+    png, body = encoded(image), b"eXIf" + exif
+    return png[:33] + struct.pack(">I", len(exif)) + body + struct.pack(">I", zlib.crc32(body)) + png[33:]
+
+
+#: Of which Pillow says struct.error.
+BROKEN_EXIF = b"II*\0"
 
 
 def b64(image: Image.Image, kind: str = "PNG") -> str:

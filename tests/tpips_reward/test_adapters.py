@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import io
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from tpips_reward.adapters.trl import TRLReward
 from tpips_reward.adapters.verl import compute_score_function
 from tpips_reward.aspects import propose
 from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.image_files import decode
 
 EDITS, SOURCES = [picture(n) for n in (1, 2, 3)], [picture(n) for n in (7, 8, 9)]
 PROMPTS = ["make the car red", "remove the dog", "make it night"]
@@ -63,6 +65,14 @@ def test_metadata_that_are_none(metadata, words):
     with pytest.raises(TPIPSError) as caught:
         aspects_of("make it red", metadata)
     assert words in str(caught.value)
+
+
+def test_one_string_is_one_aspect():
+    assert aspects_of("", None, "background", "color") == aspects_of("", None, ["background"], ["color"])
+    scorer = EditScorer(TPIPSReward(metric=TroubleMetric()), "background", None)
+    assert (scorer.preserve, scorer.target) == (("background",), ())
+    with pytest.raises(TPIPSError, match="target=5"):
+        EditScorer(TPIPSReward(metric=TroubleMetric()), (), 5)
 
 
 def test_neither_aspects_nor_an_instruction():
@@ -298,7 +308,7 @@ def test_flow_factory_makes_and_calls_the_model(parity):
 
 def test_flow_factory_with_a_server():
     with running([LocalWorker()]) as address:
-        options = {"reward": f"remote:{address}", "preserve": ["background"], "target": ["color"]}
+        options = {"reward": f"remote:{address}", "preserve": "background", "target": ["color"]}
         model = reward_model(PointwiseRewardModel, RewardModelOutput)(RewardArguments(extra_kwargs=options), None)
         answer = model(prompt=PROMPTS, image=EDITS, condition_images=[[source] for source in SOURCES])
     wanted = TPIPSReward(metric=TroubleMetric())(EDITS, SOURCES, [["background"]] * 3, [["color"]] * 3)
@@ -349,6 +359,29 @@ def test_verl_with_a_server_makes_batches():
         info = [{**row, "source_img": source} for row, source in zip(ROWS, SOURCES, strict=True)]
         wanted = verl_calls(compute_score_function(TPIPSReward(metric=TroubleMetric())), info)
         assert [a["score"] for a in verl_calls(function, info)] == pytest.approx([a["score"] for a in wanted])
+
+
+def test_verl_names_the_image_that_is_bad(reward):
+    info = {"source_img": SOURCES[0], "target_img": {"bytes": b"no image"}, "preserve": ["lighting"], "target": ["color"]}
+    with pytest.raises(TPIPSError, match="^target_img is no image"):
+        compute_score_function(reward)(EDITS[0], "make it red", info)
+
+
+def test_verl_decodes_one_image_at_a_time(monkeypatch):
+    """Decoding changes the warning filters of the whole process; with a server no other lock is around it."""
+    inside: list[int] = []
+
+    def slow(content: bytes, label: str) -> Any:
+        inside.append(1)
+        assert len(inside) == 1
+        time.sleep(0.05)
+        inside.pop()
+        return decode(content, label)
+
+    monkeypatch.setattr("tpips_reward.adapters.verl.decode", slow)
+    with running([LocalWorker()]) as address:
+        info = [{**row, "source_img": {"bytes": encoded(source)}} for row, source in zip(ROWS, SOURCES, strict=True)]
+        verl_calls(compute_score_function(RemoteReward(f"remote:{address}")), info)
 
 
 def test_verl_without_a_source_stops(reward):
@@ -416,6 +449,14 @@ def test_the_loss_carries_gradients_and_trains_pixels(metric):
     with torch.no_grad():
         better = (edits - 0.01 * edits.grad / edits.grad.abs().max()).clamp(-1, 1)
         assert loss(better, source) < value
+
+
+def test_the_loss_of_one_image_is_of_one_image(metric):
+    loss = LossAdapter(TPIPSReward("tpips:preserve", metric, gate="none"), preserve=["background"])
+    with torch.no_grad():
+        edit, source = torch.rand(2, 3, 64, 64)
+        torch.testing.assert_close(loss(edit, source), loss(edit[None], source[None]))
+        assert len(loss(edit, source).shape) == 0 and len(loss.output.scores) == 1
 
 
 def test_a_loss_without_a_gradient_is_refused(metric):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from serving_workers import BROKEN_EXIF, with_exif
 
 from tpips_reward.cli import main
 from tpips_reward.errors import TPIPSError
@@ -121,8 +123,6 @@ def test_equal_scores_come_in_the_order_of_the_index(tmp_path):
 
 
 def test_only_the_aspects_of_a_search_are_read(index, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(index.folder, copy)
     (copy / "vectors-2.npy").write_bytes(b"damaged")
@@ -169,8 +169,6 @@ def test_a_stopped_build_leaves_nothing(run, folder, metric, tmp_path, monkeypat
     ],
 )
 def test_damaged_indexes(index, tmp_path, change, words):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(index.folder, copy)
     change(copy)
@@ -252,6 +250,41 @@ def test_a_thin_image_is_named_as_it_was_given(run, index, metric, tmp_path):
     assert status == 2 and err.strip() == f"tpips-reward: {thin} {limit}"
     built = build_index(thin.parent, ["lighting"], metric, tmp_path / "built", metric_name="parity")
     assert built.info["skipped"] == {"thin.png": f"thin.png {limit}"}
+
+
+def test_a_photograph_with_broken_notes_is_skipped(metric, tmp_path, photos):
+    home = tmp_path / "photos"
+    home.mkdir()
+    photos["cat_0"].save(home / "good.png")
+    (home / "bad.png").write_bytes(with_exif(photos["cat_0"], BROKEN_EXIF))
+    built = build_index(home, ["lighting"], metric, tmp_path / "built", metric_name="parity")
+    assert built.files == ["good.png"] and "bad.png cannot be read" in built.info["skipped"]["bad.png"]
+
+
+def test_overwrite_deletes_nothing_but_an_index(folder, index, metric, tmp_path):
+    def build(output: Path) -> Index:
+        return build_index(folder, ASPECTS, metric, output, metric_name="x", overwrite=True)
+
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "index.json").write_text('{"pages": []}')
+    mine = tmp_path / "mine"
+    shutil.copytree(index.folder, mine)
+    (mine / "notes.txt").write_text("precious")
+    (tmp_path / "link").symlink_to(index.folder)
+    (tmp_path / "file").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    for name, words in (
+        ("site", "no index of this version"),
+        ("mine", "holds notes.txt"),
+        ("link", "symbolic link"),
+        ("file/x", "file is no folder"),
+    ):
+        with pytest.raises(TPIPSError, match=words):
+            build(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    (mine / "notes.txt").unlink()
+    assert build(mine).metric == "x"
 
 
 def test_what_index_refuses(run, tmp_path, folder):

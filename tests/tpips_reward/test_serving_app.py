@@ -6,15 +6,17 @@ import base64
 import io
 import json
 import struct
+import time
 import zlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
-from serving_workers import LocalWorker, b64, encoded, expected_scores, picture, request_of
+from serving_workers import BROKEN_EXIF, LocalWorker, b64, encoded, expected_scores, picture, request_of, with_exif
 from starlette.testclient import TestClient
 
+from tpips_reward.aspects import propose
 from tpips_reward.errors import TPIPSError
 from tpips_reward.serving.app import create_app
 from tpips_reward.serving.limits import Limits
@@ -166,6 +168,15 @@ def test_unirls_errors_stay_with_their_sample(client):
     assert answer["results"][0]["tpips:preserve"]["score"] == pytest.approx(expected_scores(1)[0])
 
 
+def test_a_long_instruction_fails_its_sample_alone(client):
+    """And what reads instructions is linear in their length: nobody else would be answered meanwhile."""
+    assert_error(client.post("/compute", json=compute_body(prompt=["make it red", "now " * 501])), 422, "bad_request", "2004 letters")
+    begin = time.monotonic()
+    assert propose("now " * 400_000 + "remove the dog").kind == "remove" and time.monotonic() - begin < 20
+    deep = compute_body(1, kwargs={"metadata": ["[" * 100_000]})
+    assert_error(client.post("/compute", json=deep), 422, "bad_request", "no JSON")
+
+
 def test_unirl_needs_two_turns(client):
     rows = [history(b64(picture(1)), b64(picture(0)))]
     rows[0]["history"].pop()
@@ -195,6 +206,7 @@ BAD_IMAGES = [
     ("file:///etc/passwd", 422, "bad_request"),
     ("/etc/passwd", 400, "bad_base64"),
     ("data:image/png,plain", 422, "bad_request"),
+    (base64.b64encode(with_exif(picture(1), BROKEN_EXIF)).decode(), 415, "not_an_image"),
     (b64(picture(1).resize((2100, 10))), 422, "bad_request"),  # too long for the metric
 ]
 
@@ -284,6 +296,19 @@ def test_multipart_with_other_parts(client):
     assert_error(client.post("/score", data={"request": "{}"}, files=other), 422, "bad_request", "'pictures'")
     both = json.dumps(request_of(1))
     assert_error(client.post("/score", data={"request": both}, files=files), 422, "bad_request", "as files")
+
+
+def test_multipart_that_is_too_much():
+    files = [("images", (f"{n}.png", b"", "image/png")) for n in range(4)]
+    with served(limits=Limits(items=1, queue=1)) as client:
+        assert_error(client.post("/score", data={"request": "{}"}, files=files), 413, "too_large", "more than 3 images")
+        long = {"request": " " * (2**22 + 1)}
+        assert_error(client.post("/score", data=long, files=files[:1]), 413, "too_large", "`request`")
+
+
+def test_methods_and_slashes(client):
+    assert client.get("/score").headers["allow"] == "POST"
+    assert_error(client.post("/score/", json={}, follow_redirects=False), 404, "not_found")
 
 
 def test_unknown_paths_and_methods_are_json_too(client):

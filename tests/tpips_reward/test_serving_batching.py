@@ -192,6 +192,26 @@ def test_a_worker_that_cannot_start_again_is_503_and_not_a_score(monkeypatch, ca
         assert scores(post(address, request_of(2))) == pytest.approx(expected_scores(2))
 
 
+@pytest.mark.parametrize("surprise", [OSError(24, "Too many open files"), MemoryError()])
+def test_other_errors_are_deaths_too(surprise, monkeypatch, caplog):
+    """Of a loop that ended nobody would get an answer any more."""
+    monkeypatch.setattr("tpips_reward.serving.batching.LONGEST_PAUSE", 0.01)
+    worker = LocalWorker()
+    worker.deaths_left, worker.starts_that_fail, worker.surprise = 1, 2, surprise
+    with running([worker]) as address:
+        assert scores(post(address, request_of(2))) == pytest.approx(expected_scores(2))
+    assert worker.starts == 3 and type(surprise).__name__ in caplog.text
+
+
+def test_a_worker_whose_device_fails_is_replaced():
+    worker = LocalWorker()
+    with running([worker]) as address:
+        response = post(address, request_of(1, preserve=["device"]))
+        assert response.status_code == 500 and "died each time" in response.text
+        assert scores(post(address, request_of(2))) == pytest.approx(expected_scores(2))
+    assert worker.starts == 1 + DEATHS_OF_AN_ITEM
+
+
 def test_health_says_when_no_worker_can_score(monkeypatch):
     monkeypatch.setattr("tpips_reward.serving.batching.LONGEST_PAUSE", 0.05)
     worker = LocalWorker()

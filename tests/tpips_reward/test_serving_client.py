@@ -126,6 +126,7 @@ def test_it_asks_as_a_reward_does(address):
     assert remote.requires("preserve") and not remote.requires("target") and remote.info["metric"] == "trouble"
     assert RemoteReward(address, "tpips:edit").requires("target")
     remote.check_aspects(["background"])
+    remote.check_aspects("lighting")  # one aspect, not eight letters of which two are the same
     for kept, changed in (([], ["color"]), (["a", "A"], []), (["a"], ["a"]), ([" "], [])):
         with pytest.raises(TPIPSError):
             remote.check_aspects(kept, changed)
@@ -142,6 +143,23 @@ def test_what_may_pass_is_tried_again(status):
     with scripted(busy, busy, (200, good(0.5), {})) as (address, asked):
         assert ask(address).tolist() == [0.5]
     assert len(asked) == 3
+
+
+def test_an_item_that_may_be_scored_later_is_asked_for_again():
+    """503 of one item comes in an answer of 200 where others have scores."""
+    lost = {"score": None, "error": {"status": 503, "type": "unavailable", "message": "The worker cannot be started."}}
+    partly = {"results": [*good(0.5)["results"], lost]}
+    with scripted((200, partly, {}), (200, good(0.5, 0.25), {})) as (address, asked):
+        assert ask(address, 2).tolist() == [0.5, 0.25] and len(asked) == 2
+    with scripted((200, partly, {})) as (address, _), pytest.raises(RemoteRewardError, match="503 The worker"):
+        ask(address, 2, patience=0.5)
+
+
+def test_an_item_that_is_lost_ends_the_call_whatever_the_others_wait_for():
+    errors = [{"score": None, "error": {"status": status, "message": f"it is {status}"}} for status in (503, 422)]
+    with scripted((200, {"results": errors}, {})) as (address, asked), pytest.raises(RemoteRewardError, match="it is 422"):
+        ask(address, 2)
+    assert len(asked) == 1
 
 
 def test_retry_after_is_heeded():
@@ -185,6 +203,13 @@ def test_a_server_that_is_not_there():
         b'{"results": [{"score": NaN, "error": null}]}',
         b'{"results": [{"score": 1e999, "error": null}]}',
         {"results": [{"score": 0.0, "error": {"message": "cannot"}}]},
+        {"results": [0.5]},
+        {"results": [{"score": 0.5, "error": "cannot"}]},
+        {"results": [{"score": 10**400}]},
+        {"results": [{"score": 0.5, "terms": [1]}]},
+        {"results": [{"score": 0.5, "terms": {"gate": "open"}}]},
+        {"results": [{"score": 0.5, "per_aspect": [1]}]},
+        b"[" * 100_000,
     ],
 )
 def test_answers_that_are_none(body):
@@ -195,6 +220,13 @@ def test_answers_that_are_none(body):
 def test_an_error_of_one_item_names_it(address):
     with pytest.raises(RemoteRewardError, match="sample 1: The reward failed on this item"):
         RemoteReward(address)(EDITS, SOURCE, [["lighting"], ["explode"], ["lighting"]])
+
+
+@pytest.mark.parametrize("limits", [{}, {"items": "8", "body_bytes": 10}, {"items": None, "body_bytes": 10}, {"items": 0, "body_bytes": 1}])
+def test_limits_that_are_none(monkeypatch, limits):
+    monkeypatch.setitem(HEALTH, "limits", limits)
+    with scripted((200, good(0.5), {})) as (address, _), pytest.raises(RemoteRewardError, match="no tpips-reward server"):
+        ask(address)
 
 
 def test_another_server_at_that_address():

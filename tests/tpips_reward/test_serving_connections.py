@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import pytest
-from serving_workers import LocalWorker, expected_scores, request_of, running
+from serving_workers import LocalWorker, address_of, expected_scores, request_of, running, serving
 
 from tpips_reward import RemoteReward
 from tpips_reward.serving.limits import Limits
@@ -207,11 +208,13 @@ def test_where_all_connections_have_requests_a_new_one_is_503_and_may_come_again
 
 def test_a_client_waits_for_a_place():
     worker = LocalWorker()
+    body = json.dumps(request_of(1)).encode()
     with running([worker], limits=Limits(connections=1)) as address, line(address) as busy:
-        busy.sendall(HEAD + b"Content-Length: 10\r\n\r\n")
+        worker.gate.clear()
+        busy.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         time.sleep(0.2)
         assert httpx.get(f"{address}/health").status_code == 503
-        busy.close()
+        threading.Timer(0.5, worker.gate.set).start()
         assert RemoteReward(f"remote:{address}", patience=20).info["metric"] == "trouble"
 
 
@@ -227,3 +230,73 @@ def test_a_client_that_does_not_read_its_answers():
             for _ in range(5000):
                 deaf.sendall(request)
         assert_unharmed(address)
+
+
+def test_a_small_answer_that_nobody_reads_does_not_hold_the_server():
+    """Less than what asyncio keeps by itself: the connection ends all the same, and so does the server."""
+    limits = Limits(body_seconds=0.5)
+    with serving([LocalWorker()], limits=limits) as (server, thread), socket.socket() as deaf:
+        connect_deaf(server, deaf)
+        server.should_exit = True
+        thread.join(8)
+        assert not thread.is_alive()
+
+
+def connect_deaf(server, deaf: socket.socket) -> None:
+    """A client that asks and never reads, until some of its answers are left in the server's own memory."""
+    parts = urlsplit(address_of(server))
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.connect((parts.hostname, parts.port))
+    for _ in range(5000):
+        deaf.sendall(b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 12_000))
+        time.sleep(0.002)
+        if any(c.transport.get_write_buffer_size() for c in list(server.server_state.connections)):
+            return
+    raise AssertionError("everything was sent")
+
+
+def test_an_answer_that_goes_out_keeps_its_connection():
+    """What is unsent is read later, whole; a newcomer is refused meanwhile."""
+    with serving([LocalWorker()], limits=Limits(connections=1)) as (server, _), socket.socket() as slow:
+        connect_deaf(server, slow)
+        assert httpx.get(f"{address_of(server)}/health").status_code == 503
+        slow.shutdown(socket.SHUT_WR)
+        slow.settimeout(10)
+        assert everything(slow).endswith(b"}}")
+
+
+def test_half_sent_bodies_do_not_take_the_places_of_others():
+    with running([LocalWorker()], limits=Limits(connections=4)) as address, ExitStack() as strangers:
+        for _ in range(2):
+            for _ in range(4):
+                strangers.enter_context(line(address)).sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
+            time.sleep(0.2)
+            assert_unharmed(address)
+
+
+def test_the_time_of_an_unwanted_body_is_not_the_next_heads():
+    limits = Limits(body_seconds=1.0, head_seconds=30)
+    with running([LocalWorker()], limits=limits, token="secret") as address, line(address) as client:
+        client.sendall(HEAD + b"Content-Length: 10\r\n\r\n12345")
+        assert one_answer(client).startswith(b"HTTP/1.1 401 ")
+        time.sleep(0.3)
+        client.sendall(b"67890GET /health HT")
+        time.sleep(1.5)
+        client.sendall(b"TP/1.1\r\nHost: x\r\n\r\n")
+        assert one_answer(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_server_that_is_stopped_twice_says_503():
+    """A client that waits takes 500 for final, and 503 not."""
+    worker = LocalWorker()
+    with serving([worker]) as (server, _), line(address_of(server)) as client:
+        worker.gate.clear()
+        body = json.dumps(request_of(1)).encode()
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.3)
+        server.should_exit = True
+        time.sleep(0.3)
+        server.force_exit = True
+        answer = everything(client)
+        worker.gate.set()
+    assert answer.startswith(b"HTTP/1.1 503 ") and b'"unavailable"' in answer

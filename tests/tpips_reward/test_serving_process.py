@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import psutil
@@ -70,6 +71,26 @@ def test_a_killed_worker_says_so_and_starts_again(worker):
     assert not worker.is_alive
     worker.start()
     assert worker.is_alive and isinstance(worker.score([item()])[0], Scored)
+
+
+def test_a_process_with_a_broken_device_ends(worker):
+    with pytest.raises(WorkerDied, match="ended"):
+        worker.score([item(), item("device")])
+    worker.start()
+    assert isinstance(worker.score([item()])[0], Scored)
+
+
+def test_a_start_without_room_for_a_process(worker, monkeypatch):
+    def full(process: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.context.SpawnProcess.start", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many"):
+                worker.start()
+    worker.start()
+    assert isinstance(worker.score([item()])[0], Scored)
 
 
 def test_a_silent_worker_is_ended(worker):

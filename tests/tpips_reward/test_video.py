@@ -122,6 +122,14 @@ def test_what_the_command_refuses(frames, tmp_path, capsys, name, options, words
     assert words in error and len(error.splitlines()) == 1
 
 
+def test_an_output_that_is_a_file(frames, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for output in ("file", "file/x"):
+        assert main(["video", str(frames), "--aspect", "x", "--output", str(tmp_path / output)]) == 2
+        error = capsys.readouterr().err
+        assert "file is no folder" in error and len(error.splitlines()) == 1
+
+
 def test_a_cut_video_is_an_error_or_its_frames(clip, tmp_path):
     """Never a number for a frame that is not there."""
     cut = tmp_path / "cut.mkv"

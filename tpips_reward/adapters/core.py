@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tpips_reward.aspects import propose
@@ -30,20 +30,24 @@ class SampleAspects:
 
 
 def aspects_of(
-    prompt: str, metadata: Mapping[str, Any] | str | None, preserve: Sequence[str] = (), target: Sequence[str] = ()
+    prompt: str,
+    metadata: Mapping[str, Any] | str | None,
+    preserve: str | Sequence[str] | None = (),
+    target: str | Sequence[str] | None = (),
 ) -> SampleAspects:
     """The aspects of one sample; see the module's docstring.
 
     Args:
         prompt: the instruction.
-        metadata: what the trainer keeps for the sample; JSON text is read. One string is one aspect.
-        preserve, target: for samples that name none.
+        metadata: what the trainer keeps for the sample; JSON text is read.
+        preserve, target: for samples that name none. One string is one aspect, here and in the metadata.
 
     Raises:
         TPIPSError: metadata that is no JSON object, aspects that are no list of texts, or neither aspects nor a prompt.
     """
     own = _object(metadata)
-    kept, changed = _names(own, "preserve") or tuple(preserve), _names(own, "target") or tuple(target)
+    kept = _names(own.get("preserve"), "A sample's metadata have preserve") or _names(preserve, "preserve")
+    changed = _names(own.get("target"), "A sample's metadata have target") or _names(target, "target")
     if kept or changed:
         return SampleAspects(kept, changed)
     if not isinstance(prompt, str) or not prompt.strip():
@@ -57,22 +61,22 @@ def _object(metadata: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if isinstance(metadata, str):
         try:
             content = json.loads(metadata) if metadata.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TPIPSError(f"A sample's metadata are no JSON ({error}): {metadata[:80]!r}.") from None
     if content is not None and not isinstance(content, Mapping):
         raise TPIPSError(f"A sample's metadata are a {type(content).__name__}; give a dict, or JSON text of one.")
     return content or {}
 
 
-def _names(metadata: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    given = metadata.get(name)
+def _names(given: Any, place: str) -> tuple[str, ...]:
+    """One aspect, or a list of them; `place` begins what is said of anything else."""
     if given is None:
         return ()
     entries = [given] if isinstance(given, str) else given
     if hasattr(entries, "tolist"):  # parquet columns come as arrays
         entries = entries.tolist()
     if not isinstance(entries, Sequence) or not all(isinstance(entry, str) for entry in entries):
-        raise TPIPSError(f"A sample's metadata have {name}={given!r}; give a list of aspects.")
+        raise TPIPSError(f"{place}={given!r}; give a list of aspects.")
     return tuple(entries)
 
 
@@ -82,12 +86,19 @@ class EditScorer:
 
     Attributes:
         reward: a `TPIPSReward` or a `RemoteReward`.
-        preserve, target: aspects of samples that name none; empty lets rules propose them from the instruction.
+        preserve, target: aspects of samples that name none; empty lets rules propose them from the instruction. One string is one aspect.
+
+    Raises:
+        TPIPSError: aspects that are no list of texts.
     """
 
     reward: RewardCall
-    preserve: Sequence[str] = field(default=())
-    target: Sequence[str] = field(default=())
+    preserve: str | Sequence[str] | None = ()
+    target: str | Sequence[str] | None = ()
+
+    def __post_init__(self) -> None:
+        for name in ("preserve", "target"):
+            object.__setattr__(self, name, _names(getattr(self, name), name))
 
     def __call__(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpips_reward.adapters.core import EditScorer
 from tpips_reward.errors import TPIPSError
+from tpips_reward.rewards.pairs import image_list
 from tpips_reward.rewards.reward import RewardOutput, TPIPSReward
 
 
@@ -50,14 +51,14 @@ class LossAdapter:
         """Minus the mean score, times the weight; the last `RewardOutput` stays in `output`, for logs.
 
         Args:
-            images: (B, 3, H, W) or a list of (3, H, W) floats in the reward's value_range; must require grad where autograd
+            images: (B, 3, H, W), one (3, H, W), or a list of those: floats in the reward's value_range; must require grad where autograd
                 is on.
             sources: the same, one each.
 
         Raises:
             TPIPSError: no gradient could flow to an image, and whatever the reward raises.
         """
-        edits = list(images)
+        edits = image_list(images)
         if torch.is_grad_enabled():
             for index, edit in enumerate(edits):
                 if not (isinstance(edit, Tensor) and edit.requires_grad):
@@ -65,7 +66,7 @@ class LossAdapter:
                         f"images[{index}] carries no gradient; decode the latents with autograd on, or call the loss inside "
                         "of torch.no_grad() to measure only."
                     )
-        ideals = None if target_images is None else list(target_images)
+        ideals = None if target_images is None else image_list(target_images)
         texts = list(prompts) if prompts is not None else [""] * len(edits)
-        self.output = self.scorer(edits, list(sources), texts, metadata, ideals)
+        self.output = self.scorer(edits, image_list(sources), texts, metadata, ideals)
         return -self.weight * self.output.scores.mean()

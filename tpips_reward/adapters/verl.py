@@ -19,6 +19,9 @@ from tpips_reward.evaluation.image_files import decode
 from tpips_reward.rewards.loading import load_reward
 from tpips_reward.serving.client import RemoteReward
 
+#: `decode` changes the warning filters for a moment, and those belong to all threads.
+_decoding = threading.Lock()
+
 
 def compute_score_function(
     reward: str | RewardCall = "tpips:preserve",
@@ -53,7 +56,7 @@ def compute_score_function(
         **kwargs: Any,
     ) -> dict[str, float]:
         info = extra_info or {}
-        source = image_of(info.get("source_img"))
+        source = image_of(info.get("source_img"), "source_img")
         if source is None:
             raise TPIPSError(
                 "extra_info has no 'source_img'; put the image that was edited there when preparing the data."
@@ -64,7 +67,7 @@ def compute_score_function(
             raise TPIPSError("The answer is a text; give compute_score_function to_image=, which makes the edit of it.")
         edit = solution_image[0] if getattr(solution_image, "ndim", 3) == 4 else solution_image
         prompt = info.get("instruction") or ground_truth or ""
-        ideal = image_of(info.get("target_img"))
+        ideal = image_of(info.get("target_img"), "target_img")
         with guard:
             output = scorer([edit], [source], [prompt], [info], None if ideal is None else [ideal])
         return {"score": float(output.scores[0]), **{name: float(values[0]) for name, values in output.terms.items()}}
@@ -72,8 +75,11 @@ def compute_score_function(
     return compute_score
 
 
-def image_of(given: Any) -> Any:
+def image_of(given: Any, name: str) -> Any:
     """An image as parquet files hold it, `{"bytes": ...}`, decoded; anything else as it is.
+
+    Args:
+        name: of its column, for messages.
 
     Raises:
         TPIPSError: a dict without bytes; bytes that are no image.
@@ -82,6 +88,7 @@ def image_of(given: Any) -> Any:
         return given
     if not isinstance(given.get("bytes"), bytes):
         raise TPIPSError(
-            f"An image of extra_info holds {sorted(given)} and no bytes; store the encoded image in the data."
+            f"{name} of extra_info holds {sorted(given)} and no bytes; store the encoded image in the data."
         )
-    return decode(given["bytes"], "source_img")
+    with _decoding:
+        return decode(given["bytes"], name)

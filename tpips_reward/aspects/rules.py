@@ -35,9 +35,10 @@ class Proposal:
     by: str
 
 
+#: All that stands politely before a clause, in one pass: texts may be long, and of strangers.
 _POLITE = re.compile(
-    r"^(?:please|kindly|can you|could you|would you|i want (?:you )?to|i would like (?:you )?to|help me(?: to)?|let'?s"
-    r"|now|then|also|and|finally|in the (?:image|picture|photo),?)\s+"
+    r"(?:[ ,.!?]*(?:please|kindly|can you|could you|would you|i want (?:you )?to|i would like (?:you )?to|help me(?: to)?|let'?s"
+    r"|now|then|also|and|finally|in the (?:image|picture|photo),?)\s)*[ ,.!?]*"
 )
 _VERBS = (
     "add|remove|delete|erase|replace|change|make|turn|convert|transform|move|paint|put|place|insert|swap|adjust|set|give|have|"
@@ -76,9 +77,7 @@ def _clauses(instruction: str) -> list[str]:
     text = " ".join(instruction.lower().replace("’", "'").split()).strip(" .!?")
     parts = []
     for part in _CLAUSES.split(text):
-        previous = None
-        while part != previous:
-            previous, part = part, _POLITE.sub("", part.strip(" ,.!?"))
+        part = _POLITE.sub("", part.rstrip(" ,.!?"), count=1)
         if part:
             parts.append(part)
     return parts

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
+from tpips_reward.rewards.aspects import check_disjoint, sample_aspects
 
 MAX_ASPECTS = 10
 MAX_WORDS = 6
@@ -23,7 +23,7 @@ def check_proposed(preserve: Sequence[str], target: Sequence[str]) -> tuple[tupl
         TPIPSError: an aspect that breaks the rules above, is there twice, or is both to keep and to change; more than
             ten; none at all.
     """
-    kept, changed = aspect_lists([list(preserve)], 1, "preserve")[0], aspect_lists([list(target)], 1, "target")[0]
+    kept, changed = sample_aspects(preserve, "preserve"), sample_aspects(target, "target")
     check_disjoint([kept], [changed])
     if not kept and not changed:
         raise TPIPSError("No aspects are named; give at least one to keep or to change.")

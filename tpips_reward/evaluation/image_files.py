@@ -113,5 +113,5 @@ class _sentences:
             raise TPIPSError(
                 f"{self.label} has more pixels than the {Image.MAX_IMAGE_PIXELS:,} that are read; make it smaller."
             ) from None
-        if isinstance(error, OSError | ValueError | SyntaxError | EOFError):
+        if isinstance(error, Exception):  # EXIF alone has struct.error, TypeError, AttributeError ...
             raise TPIPSError(f"{self.label} cannot be read: {error}.") from error

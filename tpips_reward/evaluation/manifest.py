@@ -28,7 +28,7 @@ from tpips_reward.evaluation.pairing import (
 )
 from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
 from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
-from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
+from tpips_reward.rewards.aspects import check_disjoint, sample_aspects
 
 FIELDS = ("key", "source", "image", "instruction", "outputs", "preserve", "target", "category")
 OUTPUT_COLUMN = "output:"
@@ -109,9 +109,9 @@ def row_aspects(preserve: Sequence[str], target: Sequence[str]) -> tuple[tuple[s
     Raises:
         TPIPSError: an empty aspect, one twice, or one both to keep and to change.
     """
-    kept, changed = aspect_lists([list(preserve)], 1, "preserve"), aspect_lists([list(target)], 1, "target")
-    check_disjoint(kept, changed)
-    return tuple(kept[0]), tuple(changed[0])
+    kept, changed = sample_aspects(preserve, "preserve"), sample_aspects(target, "target")
+    check_disjoint([kept], [changed])
+    return tuple(kept), tuple(changed)
 
 
 def _entries(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:

@@ -52,6 +52,15 @@ def aspect_lists(given: AspectsArgument, count: int, name: str) -> list[list[str
     return [_clean_entry(entry, name, index) for index, entry in enumerate(entries)]
 
 
+def sample_aspects(given: str | Sequence[str], name: str) -> list[str]:
+    """The aspects of a single sample, stripped; one string is one aspect.
+
+    Raises:
+        TPIPSError: as `aspect_lists`.
+    """
+    return aspect_lists([given if isinstance(given, str) else list(given)], 1, name)[0]
+
+
 def check_disjoint(preserve: Sequence[Sequence[str]], target: Sequence[Sequence[str]]) -> None:
     """Raises TPIPSError where a sample names one aspect as both to keep and to change."""
     for index, (kept, changed) in enumerate(zip(preserve, target, strict=True)):

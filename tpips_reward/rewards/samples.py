@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint
+from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint, sample_aspects
 from tpips_reward.rewards.pairs import image_list, one_each
 from tpips_reward.rewards.spec import RewardSpec
 
@@ -74,7 +74,7 @@ def read_aspects(spec: RewardSpec, preserve: Sequence[str], target: Sequence[str
     Raises:
         TPIPSError: empty, doubled or contradictory aspects, or none of a kind that the reward needs.
     """
-    kept, changed = aspect_lists([list(preserve)], 1, "preserve"), aspect_lists([list(target)], 1, "target")
-    check_disjoint(kept, changed)
-    check_needed(spec, kept, changed)
-    return kept[0], changed[0]
+    kept, changed = sample_aspects(preserve, "preserve"), sample_aspects(target, "target")
+    check_disjoint([kept], [changed])
+    check_needed(spec, [kept], [changed])
+    return kept, changed

@@ -11,7 +11,7 @@ from pathlib import Path
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode
 from tpips_reward.metric import Metric
-from tpips_reward.search.index import Found, Index, build_index, check_aspects, image_files
+from tpips_reward.search.index import Found, Index, build_index, check_aspects, check_output, image_files
 from tpips_reward.search.ranking import OVERALL, Query, combine
 from tpips_reward.stopping import StopSignal
 
@@ -25,6 +25,7 @@ def run_index(options: argparse.Namespace, load: Callable[[], Metric]) -> None:
     """
     check_aspects(options.aspect)
     image_files(options.images)
+    check_output(options.output, options.overwrite)
     metric = load()
     with StopSignal(first="nothing is written") as stop:
 

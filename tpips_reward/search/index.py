@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,14 @@ import numpy as np
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decode
-from tpips_reward.files import write_text
+from tpips_reward.files import check_folder, write_text
 from tpips_reward.metric import Metric
 from tpips_reward.search.ranking import OVERALL
 
 FORMAT_VERSION = 1
 CHUNK_ROWS = 65536
 PROBE_TOLERANCE = 1e-2
+_OWN_FILES = re.compile(r"index\.json|probe\.npy|vectors-\d+\.npy")
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def build_index(
     if batch_images < 1:
         raise TPIPSError(f"batch_images is {batch_images}; give at least 1.")
     files = image_files(images)
-    _check_output(output, overwrite)
+    check_output(output, overwrite)
     skipped: dict[str, str] = {}
     kept: list[str] = []
     with _Staged(output) as staging:
@@ -213,7 +215,7 @@ def write_index(
     shapes = {array.shape for array in vectors.values()}
     if len(shapes) != 1 or OVERALL not in vectors or next(iter(shapes))[0] != len(files):
         raise TPIPSError(f"vectors need one shape ({len(files)}, D) in all aspects and 'overall'; got {shapes}.")
-    _check_output(output, overwrite=False)
+    check_output(output, overwrite=False)
     with _Staged(output) as staging:
         for k, array in enumerate(vectors.values()):
             np.save(staging / f"vectors-{k}.npy", np.asarray(array, dtype=np.float32))
@@ -273,13 +275,14 @@ class _Staged:
         return self.staging
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.staging.chmod(0o777 & ~_umask())
-            if self.output.exists():
-                shutil.rmtree(self.output)
-            os.replace(self.staging, self.output)
-        else:
-            shutil.rmtree(self.staging, ignore_errors=True)
+        try:
+            if kind is None:
+                self.staging.chmod(0o777 & ~_umask())
+                if self.output.exists():
+                    shutil.rmtree(self.output)
+                os.replace(self.staging, self.output)
+        finally:
+            shutil.rmtree(self.staging, ignore_errors=True)  # where it has not become the output
 
 
 def _umask() -> int:
@@ -288,13 +291,29 @@ def _umask() -> int:
     return mask
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuses an output that an index cannot take the place of.
+
+    Raises:
+        TPIPSError: it is there, and no index, or one and `overwrite` is not set; it holds other files, which would be lost;
+            it is a link, or no place for a folder.
+    """
+    if output.is_symlink():
+        raise TPIPSError(f"{output} is a symbolic link; give the folder that it means as --output.")
+    check_folder(output)
     if not output.exists():
         return
     if not (output / "index.json").is_file():
         raise TPIPSError(f"{output} exists and is no index; give another --output.")
     if not overwrite:
         raise TPIPSError(f"{output} is an index already; replace it with --overwrite.")
+    try:
+        Index(output)
+    except TPIPSError as error:
+        raise TPIPSError(f"{output} is not overwritten, for it is no index of this version ({error})") from None
+    foreign = sorted(path.name for path in output.iterdir() if not _OWN_FILES.fullmatch(path.name))
+    if foreign:
+        raise TPIPSError(f"{output} is not overwritten, for it holds {foreign[0]}, which is no part of an index; move it.")
 
 
 def _open_arrays(folder: Path, aspects: int, rows: int, width: int) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ from tpips_reward.rewards.spec import parse_reward
 from tpips_reward.serving.batching import Batcher, Worker
 from tpips_reward.serving.body import Bodies, read_multipart
 from tpips_reward.serving.decoding import decode_image, image_pixels
-from tpips_reward.serving.errors import RequestError, bad_json, failed
+from tpips_reward.serving.errors import RequestError, bad_json, failed, unavailable
 from tpips_reward.serving.foreign import parse_compute, parse_history, served_rewards
 from tpips_reward.serving.items import Answer, Item, Wanted
 from tpips_reward.serving.limits import Limits
@@ -70,7 +70,7 @@ def create_app(
     # the interactive pages of FastAPI would load scripts from elsewhere
     app = FastAPI(
         title="tpips-reward", version=tpips_reward.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-        openapi_url="/openapi.json" if token is None else None,
+        redirect_slashes=False, openapi_url="/openapi.json" if token is None else None,
     )  # fmt: skip
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _own_error)
@@ -152,6 +152,8 @@ class _Service:
             response = await self._answer(request, parse)
         except RequestError as error:
             response = _refusal(error)
+        except asyncio.CancelledError:  # a server that is stopped twice does not wait for its requests
+            response = _refusal(unavailable("The server is stopping."))
         except ClientDisconnect:
             response = _refusal(RequestError(HUNG_UP, "hung_up", "The client is gone."))
         except Exception as error:  # noqa: BLE001 - a mistake of ours must not take the format of errors away
@@ -290,7 +292,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = (
         f"{request.method} {request.url.path}: {error.detail}; there are GET /health, /metrics, POST /score, /compute."
     )
-    return _refusal(RequestError(error.status_code, kind, message))
+    refusal = _refusal(RequestError(error.status_code, kind, message))
+    refusal.headers.update(error.headers or {})  # 405 says which methods there are
+    return refusal
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

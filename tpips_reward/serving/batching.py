@@ -6,6 +6,7 @@ Everything here runs in the server's event loop; only `worker.score` and `worker
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from tpips_reward.serving.limits import Limits
 from tpips_reward.serving.metrics import ServerMetrics
 from tpips_reward.serving.worker import WorkerDied
 
+_log = logging.getLogger("tpips_reward.serving")
 #: A worker may die of anything once; an item that kills it when it is scored alone, too, is given up.
 DEATHS_OF_AN_ITEM = 2
 #: Failed attempts to start a worker again before the items that wait are told so.
@@ -184,7 +186,8 @@ class Batcher:
             answers = await loop.run_in_executor(self._threads, worker.score, [job.item for job in jobs])
             if len(answers) != len(jobs):
                 raise WorkerDied(f"{len(answers)} answers for {len(jobs)} items")
-        except WorkerDied as death:
+        except Exception as death:  # noqa: BLE001 - no memory, no files ...: this loop must go on, or nobody is answered
+            _log_surprise(death)
             self._mourn(jobs, str(death))
             async with self._changed:
                 self._changed.notify_all()
@@ -220,7 +223,8 @@ class Batcher:
             try:
                 await loop.run_in_executor(self._threads, worker.start)
                 break
-            except (TPIPSError, WorkerDied) as error:
+            except Exception as error:  # noqa: BLE001 - as above
+                _log_surprise(error)
                 if self._ready == 0 and (attempt >= FAILED_STARTS or self._closing):
                     self._give_up(error)
                 if self._closing:
@@ -237,3 +241,9 @@ class Batcher:
             error = failed("The worker cannot be started again.", cause, 503, LONGEST_PAUSE)
             while self._pending:
                 self._answer(self._pending.popleft(), error)
+
+
+def _log_surprise(error: Exception) -> None:
+    """Of the ends of a worker those that are no WorkerDied say something about the server."""
+    if not isinstance(error, (TPIPSError, WorkerDied)):
+        _log.error("a worker is taken for dead after %r", error, exc_info=error)

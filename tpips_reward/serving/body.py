@@ -72,7 +72,8 @@ async def read_multipart(request: Request, body: bytes, items: int) -> tuple[byt
         items: of one request; three images each at most.
 
     Raises:
-        RequestError: 400 for a body that is no multipart/form-data, 422 for other parts.
+        RequestError: 400 for a body that is no multipart/form-data, 413 for too many files or a part `request` that is too large,
+            422 for other parts.
     """
 
     async def stream() -> AsyncGenerator[bytes, None]:
@@ -84,6 +85,11 @@ async def read_multipart(request: Request, body: bytes, items: int) -> tuple[byt
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError, UnicodeDecodeError) as error:
+        message = getattr(error, "message", "")
+        if message.startswith("Too many files"):
+            raise too_large(f"The body has more than {3 * items} images; send it in parts.") from None
+        if message.startswith("Part exceeded"):
+            raise too_large(f"The part `request` is larger than {MAX_FIELD_BYTES} bytes; send images as files, or in parts.") from None
         raise bad_json(f"The body is no multipart/form-data: {getattr(error, 'message', error)}.") from None
     try:
         fields: list[bytes] = []

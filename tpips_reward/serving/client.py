@@ -1,7 +1,7 @@
 """`remote:http://host:port`: the reward of a server, called as a `TPIPSReward` is.
 
-A request that fails for a reason that may pass (no connection, a time-out, 408, 429, 502, 503, 504) is sent again, with
-growing pauses, for at most `patience` seconds. Then, and for every other failure, the call raises: no error becomes a
+A request that fails for a reason that may pass (no connection, a time-out, 408, 429, 502, 503, 504, also of one item) is
+sent again, with growing pauses, for at most `patience` seconds. Then, and for every other failure, the call raises: no error becomes a
 score.
 """
 
@@ -106,7 +106,7 @@ class RemoteReward:
         answer = self._ask("GET", "/health")
         if answer.get("token") == "required":
             raise RemoteRewardError(f"{self.address} refuses: 401 it wants a token; give it in token= or ${TOKEN_VARIABLE}.")
-        if not isinstance(answer.get("reward"), str) or not isinstance(answer.get("limits"), dict):
+        if not isinstance(answer.get("reward"), str) or not _are_limits(answer.get("limits")):
             raise RemoteRewardError(f"{self.address}/health is no tpips-reward server: {str(answer)[:200]}.")
         return answer
 
@@ -169,16 +169,25 @@ class RemoteReward:
         results = answer.get("results")
         if not isinstance(results, list) or len(results) != len(rows):
             raise RemoteRewardError(f"{self.address} answered {str(answer)[:200]} for {len(rows)} items.")
-        for index, result in enumerate(results):
-            error = result.get("error")
-            if error is not None:
-                raise RemoteRewardError(f"{self.address} cannot score sample {first + index}: {error.get('message')}")
-            score = result.get("score")
-            if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-                raise RemoteRewardError(
-                    f"{self.address} gave {score!r} for sample {first + index}; no score is made of it."
-                )
+        for index in sorted(range(len(results)), key=lambda index: _may_pass(results[index])):  # what is final says more
+            self._check(results[index], f"sample {first + index}")
         return results
+
+    def _check(self, result: Any, name: str) -> None:
+        """Refuses what is no score with its terms."""
+        if not isinstance(result, dict):
+            raise RemoteRewardError(f"{self.address} gave {str(result)[:200]} for {name}; no score is made of it.")
+        error = result.get("error")
+        if error is not None:
+            message = error.get("message") if isinstance(error, dict) else str(error)[:200]
+            raise RemoteRewardError(f"{self.address} cannot score {name}: {message}")
+        if not _is_number(result.get("score")):
+            raise RemoteRewardError(f"{self.address} gave {str(result.get('score'))[:200]!r} for {name}; no score is made of it.")
+        terms, aspects = result.get("terms", {}), result.get("per_aspect", {})
+        if not (isinstance(terms, dict) and all(terms.get(term) is None or _is_number(terms[term]) for term in TERMS)):
+            raise RemoteRewardError(f"{self.address} gave the terms {str(terms)[:200]} for {name}, which are no numbers.")
+        if not (isinstance(aspects, dict) and all(isinstance(values, dict) for values in aspects.values())):
+            raise RemoteRewardError(f"{self.address} gave {str(aspects)[:200]} for the aspects of {name}.")
 
     def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         """The JSON of an answer; tried again while the failure may pass."""
@@ -193,10 +202,15 @@ class RemoteReward:
                 raise RemoteRewardError(f"{self.address} cannot be asked: {error}.") from error
             else:
                 if response.status_code == 200:
-                    return self._json(response)
-                reason = _reason(response)
-                if response.status_code not in _MAY_PASS:
-                    raise RemoteRewardError(f"{self.address}{path} refuses: {reason}")
+                    answer = self._json(response)
+                    waiting = _waiting_item(answer)
+                    if waiting is None:
+                        return answer
+                    reason = waiting
+                else:
+                    reason = _reason(response)
+                    if response.status_code not in _MAY_PASS:
+                        raise RemoteRewardError(f"{self.address}{path} refuses: {reason}")
                 wait = max(pause, _retry_after(response))
             wait *= random.uniform(1.0, 1.5)  # not all clients at one time
             if time.monotonic() + wait > end:
@@ -210,7 +224,7 @@ class RemoteReward:
     def _json(self, response: Any) -> dict[str, Any]:
         try:
             answer = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise RemoteRewardError(f"{self.address} answered no JSON object: {response.text[:200]!r}.")
@@ -288,6 +302,35 @@ def _parts(rows: list[dict[str, Any]], pngs: list[bytes], limits: dict[str, Any]
     return parts
 
 
+def _is_number(value: Any) -> bool:
+    """A finite number of JSON that float32 can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3.4e38
+
+
+def _are_limits(limits: Any) -> bool:
+    names = ("items", "body_bytes")
+    return isinstance(limits, dict) and all(_is_number(limits.get(name)) and limits[name] >= 1 for name in names)
+
+
+def _may_pass(result: Any) -> bool:
+    """Whether an item has an error, and one that may pass."""
+    error = result.get("error") if isinstance(result, dict) else None
+    return isinstance(error, dict) and error.get("status") in _MAY_PASS
+
+
+def _waiting_item(answer: dict[str, Any]) -> str | None:
+    """What an item of an answer says that may be scored later, such as 503 while the worker is started again.
+
+    None where no item says so, and where another has an error that will not pass.
+    """
+    results = answer.get("results")
+    failed = [result for result in results if isinstance(result, dict) and result.get("error")] if isinstance(results, list) else []
+    if not failed or not all(map(_may_pass, failed)):
+        return None
+    error = failed[0]["error"]
+    return f"{error['status']} {error.get('message')}"
+
+
 def _output(results: list[dict[str, Any]]) -> RewardOutput:
     terms = {}
     for name in TERMS:
@@ -301,7 +344,7 @@ def _reason(response: Any) -> str:
     try:
         error = response.json()["error"]
         return f"{response.status_code} {error['message']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"{response.status_code} {response.text[:200]!r}"
 
 

@@ -40,7 +40,8 @@ class Connection(H11Protocol):
 
     A client has `head_seconds` for the head of each request, and `body_seconds` to end a body that is no longer wanted or
     to read its answer. (The application itself waits `body_seconds` for a body that it reads.) Where there are as many
-    connections as may be, a new one takes the place of one that only waits; it is refused where all have requests.
+    connections as may be, a new one takes the place of one that only waits, or else of the one whose body has been silent
+    for longest; it is refused where all have whole requests or answers that are still going out.
     """
 
     limits = Limits()
@@ -48,6 +49,8 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._deadline: asyncio.TimerHandle | None = None  # for the client to send
+        self._awaited = ""  # what that clock is for: "head" or "body"
+        self._heard = 0.0  # when the client last sent something
         self._reading: asyncio.TimerHandle | None = None  # for the client to read
         self._refused = False
 
@@ -58,7 +61,9 @@ class Connection(H11Protocol):
             self._refuse(unavailable(f"All {self.limits.connections} connections are in use."))
             return
         super().connection_made(transport)
-        self._wait(self.limits.head_seconds)
+        self._heard = self.loop.time()
+        transport.set_write_buffer_limits(0)  # whatever the client does not read starts the clock, and not 64 KiB of it
+        self._wait("head", self.limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
@@ -66,6 +71,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
         if not self._refused:
             super().data_received(data)
 
@@ -104,16 +110,19 @@ class Connection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE:
             if self.conn.trailing_data[0]:
-                self._wait(self.limits.head_seconds)
+                self._wait("head", self.limits.head_seconds)
             else:
                 self._cancel()  # uvicorn's own clock runs between requests
         elif self.cycle is not None and self.cycle.response_complete:
-            self._wait(self.limits.body_seconds)
+            self._wait("body", self.limits.body_seconds)
         else:
             self._cancel()
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, awaited: str, seconds: float) -> None:
+        if self._awaited != awaited:
+            self._cancel()  # what is left of a body's time is not the next head's
         if self._deadline is None:
+            self._awaited = awaited
             self._deadline = self.loop.call_later(seconds, self._too_slow)
 
     def _cancel(self) -> None:
@@ -130,10 +139,17 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _replace_one(self) -> bool:
-        """Ends the connection that only waits for its client and would have ended next; False where there is none."""
-        ours = [other for other in self.connections if type(other) is type(self)]
+        """Ends the connection that only waits for its client and would have ended next, or else the one whose body has been
+        silent for longest; False where there is none. An answer that is still going out is left to its own clock."""
+        ours = [
+            other
+            for other in self.connections
+            if type(other) is type(self) and not other.transport.get_write_buffer_size()
+        ]
         timers = {other: other._deadline or other.timeout_keep_alive_task for other in ours}
         ends = {other: timer.when() for other, timer in timers.items() if timer is not None}
+        if not ends:
+            ends = {other: other._heard for other in ours if other.conn.their_state is h11.SEND_BODY}
         if not ends:
             return False
         longest = min(ends, key=ends.__getitem__)

@@ -18,6 +18,8 @@ from tpips_reward.serving.errors import RequestError, bad_field
 from tpips_reward.serving.items import Answer, Scored, Wanted, WantedItem
 from tpips_reward.serving.wire import attempt, check_count, check_reward, checked, checked_item
 
+#: Of an instruction; the rules that read it know no more than a few clauses.
+MAX_PROMPT_LETTERS = 2000
 _IDENTITY = ("request_id", "sample_id", "group_id", "source_rank", "policy_version", "idempotency_key")
 
 
@@ -150,6 +152,9 @@ class _Images:
 
 def _item(images: _Images, reward: str, prompt: str, edit: Any, source: Any, metadata: Any, index: int) -> WantedItem:
     places = images.add(edit, f"image {index}"), images.add(source, f"the source of image {index}")
+    if len(prompt) > MAX_PROMPT_LETTERS:
+        refusal = bad_field(f"The instruction of image {index} has {len(prompt)} letters; at most {MAX_PROMPT_LETTERS} are read.")
+        return WantedItem(reward, *places, (), (), None, refusal)
     try:
         aspects = aspects_of(prompt, metadata)
     except TPIPSError as error:

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from tpips_reward.adapters.core import RewardCall
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards.reward import TPIPSReward
@@ -92,7 +94,8 @@ class MetricRewards:
 def score_items(rewards: Rewards, items: Sequence[Item]) -> list[Answer]:
     """One answer an item, in order; items of one reward are scored in one call.
 
-    Where a call fails its items are scored in halves, so that an error stays with the item that has it.
+    Where a call fails its items are scored in halves, so that an error stays with the item that has it. An error of the
+    device is raised: after it no call succeeds in this process, which has to end and be replaced.
     """
     answers: dict[int, Answer] = {}
     for spec in dict.fromkeys(item.reward for item in items):
@@ -112,13 +115,21 @@ def _score(reward: RewardCall, items: list[Item]) -> list[Answer]:
             target_images=[item.target_image for item in items] if any(i.target_image for i in items) else None,
         )
         return split_output(output)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to one item
+    except Exception as error:  # whatever else it is, it belongs to one item
+        if _is_of_device(error):
+            raise
         if len(items) > 1:
             middle = len(items) // 2
             return _score(reward, items[:middle]) + _score(reward, items[middle:])
         if isinstance(error, TPIPSError):
             return [bad_field(str(error))]
         return [failed("The reward failed on this item.", error)]
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the device's context is lost ("CUDA error: an illegal memory access ..."). Too little memory is not that."""
+    kind = getattr(torch, "AcceleratorError", ())  # torch >= 2.8
+    return isinstance(error, kind) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
 
 class WorkerProcess:
@@ -151,11 +162,17 @@ class WorkerProcess:
         """
         self.stop()
         context = multiprocessing.get_context("spawn")  # a forked CUDA context cannot be used
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, self.source), daemon=True)
-        self._process.start()
-        theirs.close()
-        kind, content = _receive(self._process, self._pipe, LOAD_SECONDS)
+        pipe, theirs = context.Pipe()
+        try:
+            process = context.Process(target=_work, args=(theirs, self.source), daemon=True)
+            process.start()
+        except BaseException:  # no memory, no more files: nothing of this attempt stays
+            pipe.close()
+            raise
+        finally:
+            theirs.close()
+        self._process, self._pipe = process, pipe
+        kind, content = _receive(process, pipe, LOAD_SECONDS)
         if kind != "ready":
             self.stop()
             raise TPIPSError(content)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from tpips_reward.errors import TPIPSError
+from tpips_reward.files import check_folder
 from tpips_reward.metric import Metric
 from tpips_reward.video.frames import frame_at, read_frames
 from tpips_reward.video.timeline import measure, write_csv, write_plot
@@ -15,9 +16,10 @@ def run_video(options: argparse.Namespace, load: Callable[[], Metric]) -> None:
     """Writes timeline.csv and timeline.png; the reference is read before the metric is loaded.
 
     Raises:
-        TPIPSError: as `read_frames` and `measure`; a timeline that is there without --overwrite.
+        TPIPSError: as `read_frames` and `measure`; a timeline that is there without --overwrite, an output that is no folder.
     """
     table, plot = options.output / "timeline.csv", options.output / "timeline.png"
+    check_folder(options.output)
     for path in (table, plot):
         if path.exists() and not options.overwrite:
             raise TPIPSError(f"{path} is there already; replace it with --overwrite.")
