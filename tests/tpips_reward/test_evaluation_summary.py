@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from evaluation_files import write_edits
+from evaluation_files import read_lines, write_edits, write_lines
 from fake_metrics import RegionMetric
 
+import tpips_reward.cli
 from tpips_reward.aspects import Proposal, Request
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest, score_rows
 from tpips_reward.evaluation.cache import ScoreCache
-from tpips_reward.evaluation.controls import CONTROLS, NOISE
+from tpips_reward.evaluation.controls import NOISE
 from tpips_reward.evaluation.differences import Resampling
-from tpips_reward.evaluation.examples import MAX_PICTURES, Example, add_files, add_pictures, choose
+from tpips_reward.evaluation.examples import MAX_PICTURES, Example, choose
 from tpips_reward.evaluation.image_files import ImageFile
 from tpips_reward.evaluation.markdown import markdown
 from tpips_reward.evaluation.measures import measure
@@ -32,6 +35,8 @@ from tpips_reward.rewards.terms import Scale
 #: With a change scale of 1 a similarity f to the source preserves f and changes 1 - f, where it is not negative.
 SCALE = Scale(-1.0, 1.0, 1.0)
 HOW = Resampling(resamples=400)
+#: Of whole evaluations: no pictures, few resamples.
+QUICK = Settings(resamples=100, examples=0)
 
 Scores = Mapping[str, Mapping[str, Mapping[str, float]]]
 
@@ -162,3 +167,183 @@ def test_the_page_shows_how_many_whole_rankings_are_right():
     votes += (Vote("3", "A", "B", 1, group="3"),)
     report = summary(rows, letters, scores, votes=votes, vote_rule="tiger", anonymous=True)
     assert "<td>1 pairs: 1.000 of 1; 3 pairs: 0.333 of 3</td>" in render_page(report, [], 0)
+
+
+# --- what the page and the Markdown say
+
+
+@pytest.mark.parametrize(
+    ("proposed", "kept", "changed"), [((), "", ""), (("target",), "", "*"), (("preserve",), "*", ""), (("preserve", "target"), "*", "*")]
+)
+def test_proposed_aspects_are_marked(proposed, kept, changed):
+    rows = [edit("1", ("a",), proposed=frozenset(proposed))]
+    report = summary(rows, ("a",), {"1": {"a": both(0.5)}})
+    assert report["rows"][0]["proposed"] == list(proposed)
+    example = Example(report["rows"][0], ["best of a"], files={"source": "in.png", "output a": "a.png"})
+    page, text = render_page(report, [example], 1), markdown(report, [example])
+    assert f">keeps background{kept}</dt>" in page and f">changes paint{changed}</dt>" in page
+    star = {"": "", "*": "\\*"}
+    assert f"| keeps background{star[kept]} | changes paint{star[changed]} |" in text
+    assert ("(marked *)" in page) == bool(proposed)
+
+
+def test_the_markdown_counts_the_problems():
+    rows = [edit("1", ("a",))]
+    problems = [Problem("missing_output", f"{n} does not exist.", f"{n}", "b") for n in range(3)]
+    problems.append(Problem("other_size", "It is smaller.", "1", "a", left_out=False))
+    scores = {"1": {"a": both(0.5)}}
+    text = markdown(summary(rows, ("a",), scores, problems=problems))
+    section = text.partition("## Problems with the input\n\n")[2].splitlines()
+    assert [line for line in section if line] == [
+        "| problem | count | what it is |",
+        "|---|---|---|",
+        "| missing\\_output | 3 | a model without an output for this row |",
+        "| other\\_size | 1 | an output of another size than its source, of the same proportions |",
+    ]
+    assert "Problems" not in markdown(summary(rows, ("a",), scores))
+
+
+@pytest.mark.parametrize(("measured", "warned"), [(True, False), (False, True), (None, False)])
+def test_a_rough_change_scale_is_told(tmp_path, measured, warned):
+    metric = RegionMetric()
+    if measured is not None:
+        metric.is_calibrated = measured
+    report = evaluate(read_manifest(write_edits(tmp_path, 2)), metric, tmp_path / "report", settings=QUICK)
+    assert report["metric"]["change_scale_measured"] is not warned
+    page = (tmp_path / "report/report.html").read_text()
+    assert ("change scale is a rough value and not measured: compare changes, do not read them" in page) == warned
+
+
+def test_examples_stay_within_the_pages_pictures():
+    models = [f"model {n}" for n in range(10)]
+    rng = np.random.default_rng(0)
+    rows = [edit(f"{n}", models) for n in range(120)]
+    report = summary(rows, models, {row.key: {model: both(rng.uniform()) for model in models} for row in rows},
+                     how=Resampling(resamples=100))  # fmt: skip
+    chosen, count = choose(report, 50)
+    # two best and two worst of ten models, each a source and ten outputs, are 440 pictures; three were 660
+    assert MAX_PICTURES == 600 and count == 2 and 20 < len(chosen) <= 40
+    assert sum(1 + len(example.row["outputs"]) for example in chosen) <= MAX_PICTURES
+    assert choose(report, 1)[1] == 1 and choose(report, 0) == ([], 0)
+    few, count = choose({**report, "models": report["models"][:1]}, 50)
+    assert count == 50 and len(few) == 100
+
+
+def test_the_table_of_aspects_has_every_value(tmp_path):
+    """Two aspects to keep in one row and a proposed one to change; what is to change has its distance from 1."""
+    save = {"background": 0.25, "light, \"soft\"": 0.5, "paint": 0.125}
+    rows = [edit("1", ("a", "b"), preserve=("background", "light, \"soft\""), category="color", proposed=frozenset({"target"})),
+            edit("2", ("a",), preserve=(), category="paint", proposed=frozenset({"preserve"}))]  # fmt: skip
+    scores = {"1": {"a": save, "b": {aspect: value + 0.0625 for aspect, value in save.items()}}, "2": {"a": {"paint": -0.5}}}
+    write_report(tmp_path, summary(rows, ("a", "b"), scores), rows, 0)
+    with (tmp_path / "aspects.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["key", "model", "category", "role", "aspect", "value", "proposed"],
+            ["1", "a", "color", "preserve", "background", "0.25", "0"],
+            ["1", "a", "color", "preserve", "light, \"soft\"", "0.5", "0"],
+            ["1", "a", "color", "target", "paint", "0.875", "1"],
+            ["1", "b", "color", "preserve", "background", "0.3125", "0"],
+            ["1", "b", "color", "preserve", "light, \"soft\"", "0.5625", "0"],
+            ["1", "b", "color", "target", "paint", "0.8125", "1"],
+            ["2", "a", "paint", "target", "paint", "1.5", "0"],
+        ]
+
+
+# --- proposals
+
+
+class Fixed:
+    """Proposes the same for every edit."""
+
+    name = "fixed"
+    needs_image = False
+
+    def __init__(self, target: tuple[str, ...], preserve: tuple[str, ...]) -> None:
+        self.proposal = Proposal("color", "color", target, preserve, self.name)
+
+    def __call__(self, request: Request) -> Proposal:
+        return self.proposal
+
+
+def test_a_proposed_aspect_is_never_what_the_row_names_on_the_other_side():
+    rows = (edit("keeps", ("a",), preserve=("Car Color",), target=()), edit("changes", ("a",), preserve=(), target=("background",)))
+    proposer = Fixed(target=("car color", "car shape"), preserve=("background", "lighting"))
+    found = propose_aspects(Dataset("edits", rows, ("a",)), None, lambda: proposer).dataset.rows
+    assert (found[0].preserve, found[0].target, found[0].proposed) == (("Car Color",), ("car shape",), {"target"})
+    assert (found[1].preserve, found[1].target, found[1].proposed) == (("lighting",), ("background",), {"preserve"})
+
+
+def test_rows_that_stay_without_aspects_are_listed(tmp_path):
+    rows = (edit("whole", ("a",)), edit("keeps", ("a",), target=()), edit("changes", ("a",), preserve=()))
+    problems = without_aspects(Dataset("edits", rows, ("a",)))
+    assert [(problem.kind, problem.key, problem.left_out) for problem in problems] == [
+        ("no_aspects", "keeps", True), ("no_aspects", "changes", True)]  # fmt: skip
+    assert "no aspects to change" in problems[0].detail and "no aspects to keep" in problems[1].detail
+    manifest = write_edits(tmp_path, 2)
+    lines = read_lines(manifest)
+    del lines[1]["target"]
+    dataset = read_manifest(write_lines(manifest, lines))
+    nothing = Fixed(target=("background",), preserve=())  # which the row keeps
+    report = evaluate(dataset, RegionMetric(), tmp_path / "report", settings=QUICK, proposer=lambda: nothing)
+    assert report["problems"]["counts"] == {"no_aspects": 1} and report["problems"]["list"][0]["key"] == "001"
+    assert report["rows"][1]["outputs"]["good"]["overall"] is None
+    with pytest.raises(TPIPSError, match="1 problems with the input, the first: The row '001' has no aspects to change"):
+        evaluate(dataset, RegionMetric(), tmp_path / "strict", settings=replace(QUICK, strict=True), proposer=lambda: nothing)
+
+
+# --- settings
+
+
+def test_the_seed_is_that_of_the_noise(tmp_path):
+    dataset = read_manifest(write_edits(tmp_path, 3))
+    reports = [evaluate(dataset, RegionMetric(), tmp_path / f"report {seed}", settings=replace(QUICK, seed=seed)) for seed in (0, 1)]
+    first, second = ([row["outputs"] for row in report["rows"]] for report in reports)
+    for a, b in zip(first, second, strict=True):
+        assert a.pop(NOISE)["preserve"] != b.pop(NOISE)["preserve"] and a == b
+    cache = ScoreCache(tmp_path / "cache", "x")  # cached noise is of one seed too
+    noises = [score_rows(dataset.rows, RegionMetric(), cache=cache, seed=seed).values["000"][NOISE] for seed in (0, 1, 0)]
+    assert noises[0] == noises[2] != noises[1]
+
+
+@pytest.mark.parametrize(("margin", "shares"), [(0.25, (0.25, 0.5, 0.25)), (0.0, (0.5, 0.0, 0.5)), (0.75, (0.0, 1.0, 0.0))])
+def test_the_margin_is_that_of_every_tie(margin, shares):
+    gaps = (0.5, 0.125, -0.125, -0.5) * 2
+    rows = [edit(f"{n}", ("a", "b")) for n in range(len(gaps))]
+    scores = {row.key: {"a": both(0.5 + gap / 2), "b": both(0.5 - gap / 2)} for row, gap in zip(rows, gaps, strict=True)}
+    report = summary(rows, ("a", "b"), scores, how=Resampling(resamples=100, tie_margin=margin))
+    entries = [*report["comparisons"], *report["differences"]]
+    assert len(entries) == 3 + 3 + 2
+    assert {(entry["wins"], entry["ties"], entry["losses"]) for entry in entries} == {shares}
+
+
+def test_the_command_passes_the_margin_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: RegionMetric())
+    manifest = write_edits(tmp_path, 2)
+    for margin, tied in ((0, False), (0.99, True)):
+        folder = tmp_path / f"report {margin}"
+        arguments = ["evaluate", manifest, "--output", folder, "--resamples", 100, "--examples", 0, "--tie-margin", margin]
+        assert tpips_reward.cli.main([*map(str, arguments)]) == 0
+        report = json.loads((folder / "report.json").read_text())
+        pair = next(e for e in report["comparisons"] if e["measure"] == "preservation" and e["second"] == "good")
+        assert report["settings"]["tie_margin"] == margin and pair["ties"] == float(tied)
+
+
+@pytest.mark.parametrize("broken", ["in", "good"])
+def test_strict_stops_at_what_is_found_while_scoring(tmp_path, broken):
+    """An image whose header is whole opens; that its pixels are not shows when it is decoded."""
+    manifest = write_edits(tmp_path, 2)
+    path = tmp_path / f"{broken}/000.png"
+    path.write_bytes(path.read_bytes()[:60])
+    dataset = read_manifest(manifest)
+    kind = {"in": "unreadable_source", "good": "unreadable_output"}[broken]
+    report = evaluate(dataset, RegionMetric(), tmp_path / "report", settings=QUICK)
+    assert dataset.problems == () and report["problems"]["counts"] == {kind: 1}
+    loaded: list[int] = []
+
+    def load() -> RegionMetric:
+        loaded.append(1)
+        return RegionMetric()
+
+    with pytest.raises(TPIPSError, match="1 problems with the input, the first: .*000.png"):
+        evaluate(dataset, load, tmp_path / "strict", settings=replace(QUICK, strict=True))
+    assert loaded == [1] and not (tmp_path / "strict/report.json").exists()  # the check of the input passed
