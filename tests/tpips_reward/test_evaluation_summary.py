@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from evaluation_files import read_lines, write_edits, write_lines
 from fake_metrics import RegionMetric
+from PIL import Image
 
 import tpips_reward.cli
 from tpips_reward.aspects import Proposal, Request
@@ -330,10 +331,12 @@ def test_the_command_passes_the_margin_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("broken", ["in", "good"])
 def test_strict_stops_at_what_is_found_while_scoring(tmp_path, broken):
-    """An image whose header is whole opens; that its pixels are not shows when it is decoded."""
+    """A JPEG with a whole header opens; that its pixels are cut off shows when it is decoded."""
     manifest = write_edits(tmp_path, 2)
     path = tmp_path / f"{broken}/000.png"
-    path.write_bytes(path.read_bytes()[:60])
+    Image.open(path).convert("RGB").save(path, "JPEG")
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b"\xff\xda") + 20])
     dataset = read_manifest(manifest)
     kind = {"in": "unreadable_source", "good": "unreadable_output"}[broken]
     report = evaluate(dataset, RegionMetric(), tmp_path / "report", settings=QUICK)
