@@ -284,13 +284,13 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
 
 
 def _check(output: RewardOutput, count: int) -> None:
-    """Refuses an answer that is not one finite number an edit, or whose measures are not."""
+    """Refuses an answer that is not one finite number an edit, or whose measures do not fit."""
     if output.scores.shape != (count,) or not bool(torch.isfinite(output.scores).all()):
         raise TPIPSError(f"its scores for {count} edits are {output.scores.tolist()}")
     if len(output.per_aspect) != count:
         raise TPIPSError(f"per_aspect has {len(output.per_aspect)} entries for {count} edits; give a dict each, {{}} for none")
     for name, term in output.terms.items():
-        if term.shape != (count,) or not bool(torch.isfinite(term).all()):
+        if term.shape != (count,) or bool(torch.isinf(term).any()):  # NaN is what has not been measured
             raise TPIPSError(f"the term {name!r} for {count} edits is {term.tolist()}")
     for values in (v for aspects in output.per_aspect for role in aspects.values() for v in role.values()):
         if not math.isfinite(values):

@@ -58,7 +58,7 @@ def output_without_aspects(images: list[Tensor]) -> RewardOutput:
 
 
 def output_with_a_bad_term(images: list[Tensor]) -> RewardOutput:
-    return RewardOutput(torch.ones(len(images)), [{} for _ in images], {"gate": torch.full((len(images),), torch.nan)})
+    return RewardOutput(torch.ones(len(images)), [{} for _ in images], {"gate": torch.full((len(images),), torch.inf)})
 
 
 def output_with_a_bad_aspect(images: list[Tensor]) -> RewardOutput:

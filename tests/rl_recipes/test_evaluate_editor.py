@@ -134,8 +134,12 @@ def test_the_first_ctrl_c_stops_the_scoring(
         raise AssertionError("it went on")
 
     monkeypatch.setattr(evaluate_editor, "_score", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        launch("--count", 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        with pytest.raises(SystemExit) as stop:
+            launch("--count", 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert stop.value.code == 130 and "interrupted" in capsys.readouterr().err
     monkeypatch.undo()
     assert launch("--count", 1, "--resume") == 0

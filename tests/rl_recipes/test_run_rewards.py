@@ -143,7 +143,7 @@ def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[floa
         ("not_a_number", "its scores for 2 edits are"),
         ("too_few", "its scores for 2 edits are"),
         ("output_without_aspects", "per_aspect has 0 entries for 2 edits"),
-        ("output_with_a_bad_term", "term 'gate' for 2 edits is .nan, nan"),
+        ("output_with_a_bad_term", "term 'gate' for 2 edits is .inf, inf"),
         ("output_with_a_bad_aspect", "per_aspect holds nan"),
     ):
         with pytest.raises(TPIPSError, match=message):
