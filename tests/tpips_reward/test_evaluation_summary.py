@@ -350,3 +350,12 @@ def test_strict_stops_at_what_is_found_while_scoring(tmp_path, broken):
     with pytest.raises(TPIPSError, match="1 problems with the input, the first: .*000.png"):
         evaluate(dataset, load, tmp_path / "strict", settings=replace(QUICK, strict=True))
     assert loaded == [1] and not (tmp_path / "strict/report.json").exists()  # the check of the input passed
+
+
+def test_an_evaluation_passes_its_level_on(tmp_path):
+    dataset = read_manifest(write_edits(tmp_path, 6))
+    widths = []
+    for level in (0.95, 0.5):
+        report = evaluate(dataset, RegionMetric(), tmp_path / f"report {level}", settings=replace(QUICK, level=level))
+        widths.append(width(next(entry for entry in report["models"] if entry["model"] == "destroying")["preservation"]))
+    assert 0 < widths[1] < 0.6 * widths[0]
