@@ -152,7 +152,7 @@ def test_the_page_tells_how_the_ranking_of_models_agrees():
     report = summary(rows, ("a", "b", "c"), scores, votes=votes)
     assert report["votes"]["kendall_tau_of_models"] == pytest.approx(1 / 3)
     sentence = "Kendall's tau between the models' overall scores and the votes they won: "
-    assert f"<p>{sentence}0.33.</p>" in render_page(report, [], 0)
+    assert f"<p>{sentence}0.33.</p>" in render_page(report, [], 0) and f"{sentence}0.33." in markdown(report)
     few = summary(rows, ("a", "b"), scores, votes=votes[:1])
     assert few["votes"]["kendall_tau_of_models"] is None and "Kendall" not in render_page(few, [], 0)
 
@@ -168,6 +168,7 @@ def test_the_page_shows_how_many_whole_rankings_are_right():
     votes += (Vote("3", "A", "B", 1, group="3"),)
     report = summary(rows, letters, scores, votes=votes, vote_rule="tiger", anonymous=True)
     assert "<td>1 pairs: 1.000 of 1; 3 pairs: 0.333 of 3</td>" in render_page(report, [], 0)
+    assert "| 1 pairs: 1.000 of 1; 3 pairs: 0.333 of 3 |" in markdown(report)
 
 
 # --- what the page and the Markdown say
@@ -211,8 +212,9 @@ def test_a_rough_change_scale_is_told(tmp_path, measured, warned):
         metric.is_calibrated = measured
     report = evaluate(read_manifest(write_edits(tmp_path, 2)), metric, tmp_path / "report", settings=QUICK)
     assert report["metric"]["change_scale_measured"] is not warned
-    page = (tmp_path / "report/report.html").read_text()
-    assert ("change scale is a rough value and not measured: compare changes, do not read them" in page) == warned
+    for name in ("report.html", "report.md"):
+        page = (tmp_path / "report" / name).read_text()
+        assert ("change scale is a rough value and not measured: compare changes, do not read them" in page) == warned
 
 
 def test_examples_stay_within_the_pages_pictures():

@@ -11,9 +11,10 @@ from tpips_reward.evaluation.measures import MEASURES
 from tpips_reward.evaluation.page import (
     FAMILIES,
     MAX_ASPECTS,
-    coverage,
+    facts_of,
     left_out,
     part_name,
+    rankings,
     shown_differences,
 )
 
@@ -31,7 +32,7 @@ def markdown(report: dict[str, Any], examples: Sequence[Example] = ()) -> str:
     counts = report["counts"]
     parts = [
         f"# Edits of {_md(report['name'])}",
-        f"{coverage(report)} Metric: {_md(report['metric']['name'])}.",
+        *map(_md, facts_of(report)),
         report["formula"],
         "## Summary",
         _md_table(
@@ -71,11 +72,15 @@ def markdown(report: dict[str, Any], examples: Sequence[Example] = ()) -> str:
     if report["votes"]:
         voted = [
             (e["dimension"], _around({"mean": e.get("accuracy"), "low": e.get("low"), "high": e.get("high")}),
-             e.get("counted", 0), e["human_ties"], e["unscored"])
+             e.get("counted", 0), e["human_ties"], e["metric_ties"], e["unscored"], rankings(e))
             for e in report["votes"]["agreement"]
         ]  # fmt: skip
-        asked = ("question", f"agreement ({report['votes']['rule']})", "votes", "people's ties", "not scored")
+        asked = ("question", f"agreement ({report['votes']['rule']})", "votes", "people's ties", "metric's ties", "not scored",
+                 "whole rankings")  # fmt: skip
         parts += ["## Agreement with people", _md_table(asked, voted)]
+        tau = report["votes"]["kendall_tau_of_models"]
+        if tau is not None:
+            parts.append(f"Kendall's tau between the models' overall scores and the votes they won: {tau:.2f}.")
     rows = [
         (entry["category"], model, entry["rows"], *[_around(cells[name]) for name in MEASURES])
         for entry in report["categories"]

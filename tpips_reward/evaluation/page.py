@@ -105,7 +105,8 @@ def example_id(key: str) -> str:
     return "example-" + key.encode("utf-8", "replace").hex()
 
 
-def _overview(report: dict[str, Any]) -> str:
+def facts_of(report: dict[str, Any]) -> list[str]:
+    """Sentences that a reader must know before any figure."""
     counts = report["counts"]
     facts = [coverage(report), f"Metric: {report['metric']['name']}."]
     if counts["problems"]:
@@ -117,7 +118,17 @@ def _overview(report: dict[str, Any]) -> str:
         facts.append("The metric's change scale is a rough value and not measured: compare changes, do not read them.")
     if report["anonymous"]:
         facts.append("The columns are candidates, another one in each row: only the votes compare them.")
-    return "".join(f"<p>{esc(fact)}</p>" for fact in facts)
+    return facts
+
+
+def rankings(entry: dict[str, Any]) -> str:
+    """How many whole rankings of a question are right, by the number of their pairs."""
+    ranked = entry.get("rankings", [])
+    return "; ".join(f"{item['pairs']} pairs: {item['all_right']:.3f} of {item['rankings']}" for item in ranked)
+
+
+def _overview(report: dict[str, Any]) -> str:
+    return "".join(f"<p>{esc(fact)}</p>" for fact in facts_of(report))
 
 
 def _summary(report: dict[str, Any]) -> str:
@@ -199,10 +210,6 @@ def _votes(report: dict[str, Any]) -> str:
         return ""
     rows = []
     for entry in votes["agreement"]:
-        ranked = "; ".join(
-            f"{item['pairs']} pairs: {item['all_right']:.3f} of {item['rankings']}"
-            for item in entry.get("rankings", [])
-        )
         rows.append(
             [
                 text(entry["dimension"]),
@@ -212,7 +219,7 @@ def _votes(report: dict[str, Any]) -> str:
                 number(entry["metric_ties"], 0),
                 number(entry["unscored"], 0),
                 number(entry.get("without_ties")),
-                text(ranked),
+                text(rankings(entry)),
             ]
         )
     headings = (
