@@ -122,7 +122,7 @@ class ChatClient:
 
         Raises:
             NoAnswer: all attempts failed for a passing reason.
-            Refused: the server does not take this request (status 400 or 422).
+            Refused: the server does not take this request (status 400, 413, 415, 422 or 451).
             TPIPSError: the server refuses (wrong key, unknown model), or answers without end.
         """
         content: list[dict[str, Any]] = [{"type": "text", "text": question}]
@@ -136,8 +136,10 @@ class ChatClient:
                 return _read(self._post({"model": self.model, "messages": [{"role": "user", "content": content}], **options}))
             except urllib.error.HTTPError as error:
                 said = _said(error)
+                if self._key:  # some servers repeat it
+                    said = said.replace(self._key, "…")
                 why = f"status {error.code}, {said}"
-                if error.code in (400, 422):
+                if error.code in (400, 413, 415, 422, 451):
                     if self._drop_option(said, options):
                         continue
                     raise Refused(f"{self.url} did not take the request for {self.model!r} ({why}).") from None
@@ -223,7 +225,7 @@ def _read(answer: Any) -> Reply:
         text = message.get("content")
     except (KeyError, IndexError, TypeError, AttributeError):
         return Reply(None)
-    if text is None and ("content" in message or message.get("refusal")):
+    if text is None and ("content" in message or message.get("refusal") or choice.get("finish_reason") == "content_filter"):
         said = " ".join(str(message.get("refusal") or choice.get("finish_reason") or "its content is null").split())
         return Reply(None, refusal=said[:300])
     try:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import io
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -367,21 +366,16 @@ def test_verl_names_the_image_that_is_bad(reward):
         compute_score_function(reward)(EDITS[0], "make it red", info)
 
 
-def test_verl_decodes_one_image_at_a_time(monkeypatch):
-    """Decoding changes the warning filters of the whole process; with a server no other lock is around it."""
-    inside: list[int] = []
+def test_decoding_leaves_the_warning_filters_of_the_process_alone(monkeypatch):
+    """They belong to all threads, and verl calls a reward from many."""
 
-    def slow(content: bytes, label: str) -> Any:
-        inside.append(1)
-        assert len(inside) == 1
-        time.sleep(0.05)
-        inside.pop()
-        return decode(content, label)
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("the filters were changed")
 
-    monkeypatch.setattr("tpips_reward.adapters.verl.decode", slow)
-    with running([LocalWorker()]) as address:
-        info = [{**row, "source_img": {"bytes": encoded(source)}} for row, source in zip(ROWS, SOURCES, strict=True)]
-        verl_calls(compute_score_function(RemoteReward(f"remote:{address}")), info)
+    content = encoded(SOURCES[0])
+    for name in ("catch_warnings", "simplefilter", "filterwarnings"):
+        monkeypatch.setattr(f"warnings.{name}", touched)
+    assert decode(content, "source_img").shape[0] == 3
 
 
 def test_verl_without_a_source_stops(reward):

@@ -110,6 +110,8 @@ def test_what_cannot_pass_stops_at_once_and_without_the_key(serve, answer, messa
     [
         ((400, {"error": "no images"}, {}), "status 400.*no images"),
         ((422, {"error": "filtered"}, {}), "status 422.*filtered"),
+        ((413, {"error": "too large; your key is secret"}, {}), "status 413.*too large; your key is …"),
+        ({"choices": [{"message": {}, "finish_reason": "content_filter"}]}, "gave no text .content_filter"),
         (reply(None), "gave no text .its content is null"),
         ({"choices": [{"message": {"content": None, "refusal": "I cannot help"}}]}, "gave no text .I cannot help"),
         ({"choices": [{"message": {"refusal": "I cannot help"}}]}, "gave no text .I cannot help"),

@@ -15,6 +15,7 @@ from PIL import Image
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Dataset, read_manifest
 from tpips_reward.evaluation.checking import check_images
+from tpips_reward.evaluation.layouts import model_folders
 from tpips_reward.scenes import Scene
 
 
@@ -233,6 +234,16 @@ def test_folders_pair_by_key_and_say_what_does_not_fit(tmp_path):
     paired = {row.key: Path(row.outputs["m"].label).name for row in dataset.rows if row.outputs}
     assert paired == {"1": "1.png", "a.b": "a.b.webp", "animal/7": "7.png"}
     assert kinds(dataset) == {"doubled_file": 1, "wrong_case": 1, "missing_output": 1, "unexpected_file": 3}
+
+
+def test_folders_of_models_whose_names_differ_in_blanks_only(tmp_path):
+    manifest = write_edits(tmp_path, 2)
+    with pytest.raises(TPIPSError, match="Two models are called 'q' but for blanks"):
+        read_manifest(manifest, {"q": tmp_path / "good", " q": tmp_path / "drifting"})
+    for name in ("base", " base"):
+        (tmp_path / "results" / name).mkdir(parents=True)
+    with pytest.raises(TPIPSError, match="Two models are called 'base' but for blanks"):
+        model_folders(tmp_path / "results")
 
 
 def test_folders_need_keys_and_must_exist(tmp_path):

@@ -331,6 +331,39 @@ def test_a_folder_that_exists_is_refused(manifest, tmp_path):
         run(manifest, manifest / "report")
 
 
+@pytest.mark.parametrize("how", ["overwrite", "resume"])
+def test_files_that_no_evaluation_has_written_are_not_replaced(manifest, tmp_path, how):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "rows.csv").write_text("mine")
+    (folder / "report.json").write_text("[]")
+    with pytest.raises(TPIPSError, match=r"report.json would be replaced, and no evaluation has written it"):
+        run(manifest, folder, **{how: True})
+    assert (folder / "rows.csv").read_text() == "mine"
+
+
+def test_a_metric_that_does_not_load_costs_no_report(manifest, tmp_path):
+    def load():
+        raise TPIPSError("no such metric")
+
+    folder = tmp_path / "report"
+    run(manifest, folder)
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    with pytest.raises(TPIPSError, match="no such metric"):
+        evaluate(read_manifest(manifest), load, folder, overwrite=True)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_a_report_never_replaces_its_manifest(tmp_path, capsys):
+    write_edits(tmp_path, 1)
+    run(tmp_path / "edits.jsonl", tmp_path / "out")
+    manifest = tmp_path / "out/rows.csv"
+    manifest.write_text("key,source,instruction,output:good\n0,../in/000.png,paint it red,../good/000.png\n")
+    before = manifest.read_bytes()
+    assert tpips_reward.cli.main(["evaluate", str(manifest), "--output", str(manifest.parent), "--overwrite"]) == 2
+    assert "which it is made from" in capsys.readouterr().err and manifest.read_bytes() == before
+
+
 def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):
     class Stops(RegionMetric):
         def similarity_pairs(self, images, references, pairs, *, value_range=(0.0, 1.0)):

@@ -15,6 +15,7 @@ import pytest
 from serving_workers import LocalWorker, address_of, expected_scores, request_of, running, serving
 
 from tpips_reward import RemoteReward
+from tpips_reward.serving.connections import SILENT_SECONDS
 from tpips_reward.serving.limits import Limits
 
 HEAD = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -270,8 +271,21 @@ def test_half_sent_bodies_do_not_take_the_places_of_others():
         for _ in range(2):
             for _ in range(4):
                 strangers.enter_context(line(address)).sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
-            time.sleep(0.2)
+            time.sleep(SILENT_SECONDS + 0.2)
             assert_unharmed(address)
+
+
+def test_an_upload_that_is_under_way_keeps_its_place():
+    body = json.dumps(request_of(1)).encode()
+    with running([LocalWorker()], limits=Limits(connections=1)) as address, line(address) as client:
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
+        for part in (body[:10], body[10:20]):
+            client.sendall(part)
+            time.sleep(0.1)
+            with line(address) as newcomer:
+                assert one_answer(newcomer).startswith(b"HTTP/1.1 503 ")
+        client.sendall(body[20:])
+        assert one_answer(client).startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_time_of_an_unwanted_body_is_not_the_next_heads():

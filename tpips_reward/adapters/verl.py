@@ -19,9 +19,6 @@ from tpips_reward.evaluation.image_files import decode
 from tpips_reward.rewards.loading import load_reward
 from tpips_reward.serving.client import RemoteReward
 
-#: `decode` changes the warning filters for a moment, and those belong to all threads.
-_decoding = threading.Lock()
-
 
 def compute_score_function(
     reward: str | RewardCall = "tpips:preserve",
@@ -90,5 +87,4 @@ def image_of(given: Any, name: str) -> Any:
         raise TPIPSError(
             f"{name} of extra_info holds {sorted(given)} and no bytes; store the encoded image in the data."
         )
-    with _decoding:
-        return decode(given["bytes"], name)
+    return decode(given["bytes"], name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -17,16 +18,16 @@ _METRIC, _SCORES = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}\.json"
 
 
 def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
-    """Makes the folder, or checks that one that exists may be used.
+    """Makes the folder, or checks that one that exists may be used; removes nothing.
 
     Args:
         folder: of the report.
-        overwrite: remove the report and the cached scores that are there; nothing else is touched, the aspects file
-            neither.
-        resume: keep the cached scores.
+        overwrite: the report and the cached scores that are there may be replaced (`clear_folder`).
+        resume: go on with what is there.
 
     Raises:
-        TPIPSError: it exists and neither was said, both were said, it is a file, or it cannot be written.
+        TPIPSError: it exists and neither was said, both were said, it is a file, it holds files with the report's names
+            that no evaluation has written, or it cannot be written.
     """
     if overwrite and resume:
         raise TPIPSError("--overwrite starts anew and --resume goes on; give one of the two.")
@@ -36,14 +37,40 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
         there = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
         if there and not (overwrite or resume):
             raise TPIPSError(_refusal(folder, there))
+        foreign = sorted(set(there) & set(REPORT_NAMES))
+        if foreign and not _is_ours(folder):
+            raise TPIPSError(
+                f"{folder / foreign[0]} would be replaced, and no evaluation has written it; give another --output."
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        if overwrite:
-            for name in REPORT_NAMES:
-                (folder / name).unlink(missing_ok=True)
-            _clear_cache(folder / CACHE_NAME)
     except OSError as error:
         raise TPIPSError(f"The folder {folder} cannot be used: {error.strerror or error}.") from error
     return folder
+
+
+def clear_folder(folder: Path) -> None:
+    """Removes the report and the cached scores of an earlier evaluation; nothing else, the aspects file neither.
+
+    Raises:
+        TPIPSError: the disk refuses.
+    """
+    try:
+        for name in REPORT_NAMES:
+            (folder / name).unlink(missing_ok=True)
+        _clear_cache(folder / CACHE_NAME)
+    except OSError as error:
+        raise TPIPSError(f"The folder {folder} cannot be cleared: {error.strerror or error}.") from error
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether an evaluation has been here: it leaves cached scores first and report.json last."""
+    if _cached(folder / CACHE_NAME):
+        return True
+    try:
+        report = json.loads((folder / "report.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(report, dict) and {"formula", "models", "metric"} <= report.keys()
 
 
 def _cached(cache: Path) -> list[Path]:

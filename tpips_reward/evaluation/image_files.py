@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -62,7 +61,7 @@ def image_size(ref: ImageRef) -> tuple[int, int]:
         TPIPSError: it does not open, or has a size that no metric takes.
     """
     source = ref.path if isinstance(ref, ImageFile) else io.BytesIO(ref.read())
-    with _sentences(ref.label), Image.open(source) as image:
+    with _sentences(ref.label), _opened(source) as image:
         turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation: 5 to 8 are turned by a quarter
         width, height = (image.height, image.width) if turned else image.size
     check_size(height, width, ref.label)
@@ -76,7 +75,7 @@ def decode(content: bytes, label: str) -> Tensor:
         TPIPSError: truncated, no image, or a size that no metric takes.
     """
     with _sentences(label):
-        image = Image.open(io.BytesIO(content))
+        image = _opened(io.BytesIO(content))
         image.load()
         return to_tensors(ImageOps.exif_transpose(image), name=label)[0]
 
@@ -89,26 +88,32 @@ def resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     return larger[0].clamp(0, 1)
 
 
+def _opened(source: Any) -> Image.Image:
+    """The image, whose pixels are not read yet; one that Pillow only warns of is refused."""
+    image = Image.open(source)
+    if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
+        raise Image.DecompressionBombError
+    return image
+
+
 class _sentences:
-    """Turns Pillow's many ways of failing into one sentence that names the file."""
+    """Turns Pillow's many ways of failing into one sentence that names the file. No `warnings` filter: those are not for
+    threads."""
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.guard = warnings.catch_warnings()
 
     def __enter__(self) -> None:
-        self.guard.__enter__()
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.guard.__exit__(None, None, None)
         if error is None or isinstance(error, TPIPSError):
             return
         if isinstance(error, FileNotFoundError):
             raise TPIPSError(f"{self.label} does not exist.") from None
         if isinstance(error, UnidentifiedImageError):
             raise TPIPSError(f"{self.label} is no image that Pillow can read.") from None
-        if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+        if isinstance(error, Image.DecompressionBombError):
             # Pillow refuses before it says how large the image is
             raise TPIPSError(
                 f"{self.label} has more pixels than the {Image.MAX_IMAGE_PIXELS:,} that are read; make it smaller."

@@ -26,7 +26,16 @@ from tpips_reward.evaluation.pairing import (
     source_of,
     unexpected_files,
 )
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.rows import (
+    Dataset,
+    Problem,
+    Row,
+    by_model,
+    check_key,
+    check_model_name,
+    shared_files,
+    unique_rows,
+)
 from tpips_reward.evaluation.tables import read_table
 
 LANGUAGES = ("en", "cn")
@@ -39,11 +48,11 @@ def model_folders(results: Path, given: Mapping[str, str | Path] | None = None) 
         TPIPSError: a folder does not exist, or there is none.
     """
     if given:
-        folders = {check_model_name(name): Path(folder) for name, folder in given.items()}
+        folders = by_model((name, Path(folder)) for name, folder in given.items())
     else:
         check_folder(results, "of results")
         found = sorted(entry for entry in results.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        folders = {check_model_name(entry.name): entry for entry in found}
+        folders = by_model((entry.name, entry) for entry in found)
     for name, folder in folders.items():
         check_folder(folder, f"of the model {name!r}")
     if not folders:

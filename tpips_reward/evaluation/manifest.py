@@ -26,7 +26,16 @@ from tpips_reward.evaluation.pairing import (
     source_of,
     unexpected_files,
 )
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.rows import (
+    Dataset,
+    Problem,
+    Row,
+    by_model,
+    check_key,
+    check_model_name,
+    shared_files,
+    unique_rows,
+)
 from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
 from tpips_reward.rewards.aspects import check_disjoint, sample_aspects
 
@@ -52,7 +61,7 @@ def read_manifest(
     entries = _entries(manifest)
     if not entries:
         raise TPIPSError(f"{manifest} has no rows.")
-    places = {check_model_name(name): Path(folder) for name, folder in (folders or {}).items()}
+    places = by_model((name, Path(folder)) for name, folder in (folders or {}).items())
     for name, folder in places.items():
         check_folder(folder, f"of the model {name!r}")
     listing, problems = Listing(), []

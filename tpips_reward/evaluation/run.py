@@ -14,7 +14,7 @@ from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
 from tpips_reward.evaluation.controls import CONTROLS
 from tpips_reward.evaluation.differences import Resampling
-from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, open_folder
+from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, clear_folder, open_folder
 from tpips_reward.evaluation.measures import measure
 from tpips_reward.evaluation.proposals import propose_aspects, without_aspects
 from tpips_reward.evaluation.report import write_report
@@ -106,6 +106,8 @@ def evaluate(
     _check(dataset, problems, options.strict)
 
     loaded: PairMetric = metric() if not hasattr(metric, "similarity_pairs") else metric  # type: ignore[assignment]
+    if overwrite:  # only now that input and metric are known to be good
+        clear_folder(folder)
     cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name))
     sizes = "resize" if options.sizes == "resize" else "keep"
     scores = score_rows(

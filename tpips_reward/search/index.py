@@ -163,7 +163,7 @@ def build_index(
         TPIPSError: no images, bad aspects, a metric without embeddings, an output that is there. Files that are no
             images are skipped, and named in index.json. After any error nothing is left.
     """
-    names = check_aspects(aspects)
+    names = check_aspects([aspects] if isinstance(aspects, str) else aspects)
     if not hasattr(metric.fusion, "embed"):
         raise TPIPSError(
             f"{metric_name!r} is of {metric.fusion.kind} fusion, which has no embeddings; use late fusion."
@@ -176,7 +176,7 @@ def build_index(
     check_output(output, overwrite)
     skipped: dict[str, str] = {}
     kept: list[str] = []
-    with _Staged(output) as staging:
+    with _Staged(output, overwrite) as staging:
         arrays: list[np.ndarray] = []
         for start in range(0, len(files), batch_images):
             batch = {}
@@ -216,7 +216,7 @@ def write_index(
     if len(shapes) != 1 or OVERALL not in vectors or next(iter(shapes))[0] != len(files):
         raise TPIPSError(f"vectors need one shape ({len(files)}, D) in all aspects and 'overall'; got {shapes}.")
     check_output(output, overwrite=False)
-    with _Staged(output) as staging:
+    with _Staged(output, overwrite=False) as staging:
         for k, array in enumerate(vectors.values()):
             np.save(staging / f"vectors-{k}.npy", np.asarray(array, dtype=np.float32))
         np.save(staging / "probe.npy", probe_vector.astype(np.float32))
@@ -266,8 +266,8 @@ def image_files(folder: Path) -> list[Path]:
 class _Staged:
     """A folder that takes its place when the block ends well, and is gone when it does not."""
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, output: Path, overwrite: bool) -> None:
+        self.output, self.overwrite = output, overwrite
 
     def __enter__(self) -> Path:
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -278,9 +278,12 @@ class _Staged:
         try:
             if kind is None:
                 self.staging.chmod(0o777 & ~_umask())
+                check_output(self.output, self.overwrite)  # somebody may have come meanwhile
+                old = self.staging.with_name(self.staging.name + "-old")
                 if self.output.exists():
-                    shutil.rmtree(self.output)
+                    os.replace(self.output, old)
                 os.replace(self.staging, self.output)
+                shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(self.staging, ignore_errors=True)  # where it has not become the output
 

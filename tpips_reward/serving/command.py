@@ -59,14 +59,19 @@ def run_serve(options: argparse.Namespace) -> None:
             except WorkerDied as error:
                 raise TPIPSError(f"The worker ended while it loaded {options.metric!r} ({error}).") from None
         app = create_app(workers, reward=options.reward, limits=limits, token=token)
+        server = http_server(app, limits)
+
+        def stop(*_: object) -> None:
+            server.should_exit = True
+
+        # From here on, so that no signal is lost; uvicorn stops at them too and raises them again when it has ended.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
         host, port = listener.getsockname()[:2]
         print(f"tpips-reward: {options.reward} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         if token is None and not ipaddress.ip_address(host).is_loopback:
             print("tpips-reward: anybody who reaches this address can use it; set a token.", file=sys.stderr)
-        # uvicorn stops at these signals and raises them again when it has ended
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        http_server(app, limits).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         listener.close()
         for worker in workers:

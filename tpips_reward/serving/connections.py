@@ -19,6 +19,8 @@ from tpips_reward.serving.limits import Limits
 KEEP_ALIVE_SECONDS = 30
 #: For a client that is refused to read its answer; what it sends meanwhile is thrown away.
 GOODBYE_SECONDS = 2.0
+#: A body that has been silent for so long may lose its place to a newcomer.
+SILENT_SECONDS = 1.0
 
 
 def http_server(app: FastAPI, limits: Limits, **options: Any) -> uvicorn.Server:
@@ -149,7 +151,10 @@ class Connection(H11Protocol):
         timers = {other: other._deadline or other.timeout_keep_alive_task for other in ours}
         ends = {other: timer.when() for other, timer in timers.items() if timer is not None}
         if not ends:
-            ends = {other: other._heard for other in ours if other.conn.their_state is h11.SEND_BODY}
+            # an upload that is under way keeps its place, and the newcomer is told to come again
+            silent = self.loop.time() - SILENT_SECONDS
+            bodies = [other for other in ours if other.conn.their_state is h11.SEND_BODY]
+            ends = {other: other._heard for other in bodies if other._heard <= silent}
         if not ends:
             return False
         longest = min(ends, key=ends.__getitem__)

@@ -41,7 +41,7 @@ def measure(
     Raises:
         TPIPSError: no aspects, an aspect twice, no frames, a similarity that is not finite.
     """
-    names = [" ".join(aspect.split()) for aspect in aspects]
+    names = [" ".join(aspect.split()) for aspect in ([aspects] if isinstance(aspects, str) else aspects)]
     if not names or not all(names) or len({name.casefold() for name in names}) < len(names):
         raise TPIPSError(f"The aspects {list(aspects)!r} must be at least one, none of them empty or there twice.")
     if batch < 1:
