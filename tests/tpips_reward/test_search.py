@@ -287,6 +287,23 @@ def test_overwrite_deletes_nothing_but_an_index(folder, index, metric, tmp_path)
     assert build(mine).metric == "x"
 
 
+def test_a_folder_that_appears_during_the_build_stays(folder, metric, tmp_path):
+    output = tmp_path / "new.index"
+
+    def come(done: int, total: int) -> None:
+        output.mkdir(exist_ok=True)
+        (output / "precious.txt").write_text("mine")
+
+    with pytest.raises(TPIPSError, match="exists and is no index"):
+        build_index(folder, ASPECTS, metric, output, metric_name="x", progress=come)
+    assert (output / "precious.txt").read_text() == "mine" and [p.name for p in tmp_path.glob(".tmp-*")] == []
+
+
+def test_one_string_is_one_aspect(folder, metric, tmp_path):
+    made = build_index(folder, "lighting", metric, tmp_path / "one.index", metric_name="x")
+    assert set(made.aspects) == {"overall", "lighting"}
+
+
 def test_what_index_refuses(run, tmp_path, folder):
     (tmp_path / "empty").mkdir()
     for arguments, words in (
