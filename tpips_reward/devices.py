@@ -63,6 +63,6 @@ def errors_named(device: torch.device | str | None, what: str, size: str = "") -
             f"The device {str(device)!r} has not enough free memory for {what}{room}; free some, choose bfloat16 or another "
             "device."
         ) from error
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:150] or type(error).__name__
         raise TPIPSError(f"The device {str(device)!r} cannot be used for {what} ({reason}); use 'cpu'.") from error
