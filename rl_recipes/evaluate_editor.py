@@ -23,11 +23,15 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from tqdm import tqdm
 
-from rl_recipes import rendering
+from rl_recipes import rendering_folder
 from rl_recipes.building import set_threads
+from rl_recipes.editor_checkpoints import Checkpoint, find_checkpoints
 from rl_recipes.editors import Editor, load_editor
 from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
 from rl_recipes.parsing import PRESETS, load_yaml
+from rl_recipes.procedural_edits import known_truth, procedural_rows
+from rl_recipes.rendering import Sampling, render_checkpoint
+from rl_recipes.rendering_sources import check_rows, rows_digest, write_sources
 from rl_recipes.runs import RunFolder, write_json
 from tpips_reward import load_metric
 from tpips_reward.aspects import parse_proposer
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TPIPSError: for whatever the user can mend.
     """
-    checkpoints = rendering.find_checkpoints(args.lora, args.full)
+    checkpoints = find_checkpoints(args.lora, args.full)
     settings = Settings(examples=args.examples, strict=args.strict)
     # a typo must not cost the rendering
     parse_proposer(args.proposer)
@@ -79,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
             print("Stopped; what is rendered stays, and --resume goes on.", file=sys.stderr)
             return INTERRUPTED
         if accelerator.is_main_process:  # Ctrl-C ends it here: every score is kept when it is measured
-            checkpoints = rendering.rendered_checkpoints(folder.path)
-            dataset = rendering.with_edits(dataset, folder.path, checkpoints)
+            checkpoints = rendering_folder.rendered_checkpoints(folder.path)
+            dataset = rendering_folder.with_edits(dataset, folder.path, checkpoints)
             _score(args, dataset, folder.path, settings)
             if args.data is None:
                 _tell_truth(args, folder.path, checkpoints)
@@ -92,8 +96,8 @@ def _check_folder(folder: Path, args: argparse.Namespace) -> None:
     if args.overwrite and args.resume:
         raise TPIPSError("--overwrite starts anew and --resume goes on; give one of the two.")
     if args.overwrite:
-        rendering.files_to_clear(folder)
-    elif not args.resume and (folder / rendering.SETTINGS_NAME).exists():
+        rendering_folder.files_to_clear(folder)
+    elif not args.resume and (folder / rendering_folder.SETTINGS_NAME).exists():
         raise TPIPSError(
             f"{folder} holds an evaluation; give --resume to go on or to add checkpoints, --overwrite to start anew, or "
             "another --output_dir."
@@ -105,7 +109,7 @@ def _check_folder(folder: Path, args: argparse.Namespace) -> None:
 def _render(
     args: argparse.Namespace,
     folder: Path,
-    checkpoints: Sequence[rendering.Checkpoint],
+    checkpoints: Sequence[Checkpoint],
     accelerator: Accelerator,
     stop: StopSignal,
 ) -> Dataset:
@@ -116,7 +120,7 @@ def _render(
             "out to render edits, or score them with tpips-reward evaluate."
         )
     defaults = editor_defaults(args.editor)
-    sampling = rendering.Sampling(
+    sampling = Sampling(
         steps=_first(args.steps, defaults.get("eval_inference_steps"), 8),
         guidance_scale=_first(args.guidance_scale, defaults.get("guidance_scale"), 1.0),
         seed=args.seed,
@@ -132,29 +136,25 @@ def _render(
     if not editor.sees_image:
         raise TPIPSError(f"{args.editor} makes images from text and edits none; give an image editor.")
     if dataset is not None:
-        dataset, sizes = rendering.check_rows(editor, dataset)
+        dataset, sizes = check_rows(editor, dataset)
         if not dataset.rows:
             raise TPIPSError(f"{args.data} has no edit that can be rendered. {dataset.problems[0].detail}")
     if args.overwrite and accelerator.is_main_process:  # only now that everything is known to be good
-        rendering.clear(folder, dataset.rows if dataset is not None else ())
+        rendering_folder.clear(folder, dataset.rows if dataset is not None else ())
     accelerator.wait_for_everyone()
     if dataset is None:
-        dataset = rendering.procedural_rows(
-            folder, args.count, args.data_seed, editor.resolution, accelerator.is_main_process
-        )
+        dataset = procedural_rows(folder, args.count, args.data_seed, editor.resolution, accelerator.is_main_process)
         accelerator.wait_for_everyone()
-        dataset, sizes = rendering.check_rows(editor, dataset)
+        dataset, sizes = check_rows(editor, dataset)
     if accelerator.is_main_process:
-        rendering.claim(folder, _facts(args, editor, sampling, dataset), checkpoints, dataset.rows, resume=args.resume)
+        rendering_folder.claim(folder, _facts(args, editor, sampling, dataset), checkpoints, dataset.rows, resume=args.resume)
     accelerator.wait_for_everyone()
-    dataset = rendering.write_sources(editor, dataset, folder, accelerator, stop)
+    dataset = write_sources(editor, dataset, folder, accelerator, stop)
     total = len(dataset.rows) * len(checkpoints)
     quiet = not (accelerator.is_main_process and sys.stderr.isatty())
     with tqdm(total=-(-total // accelerator.num_processes), unit="edit", disable=quiet) as bar:
         for checkpoint in checkpoints:
-            rendering.render_checkpoint(
-                editor, checkpoint, dataset.rows, sizes, folder, sampling, accelerator, stop, bar.update
-            )
+            render_checkpoint(editor, checkpoint, dataset.rows, sizes, folder, sampling, accelerator, stop, bar.update)
     accelerator.wait_for_everyone()
     del editor  # the metric needs its memory
     gc.collect()
@@ -163,9 +163,7 @@ def _render(
     return dataset
 
 
-def _facts(
-    args: argparse.Namespace, editor: Editor, sampling: rendering.Sampling, dataset: Dataset
-) -> dict[str, Any]:
+def _facts(args: argparse.Namespace, editor: Editor, sampling: Sampling, dataset: Dataset) -> dict[str, Any]:
     """What the pixels depend on."""
     return {
         "editor": args.editor,
@@ -173,7 +171,7 @@ def _facts(
         "resolution": editor.resolution,
         "dtype": str(editor.dtype).removeprefix("torch."),
         **vars(sampling),
-        "rows": rendering.rows_digest(dataset.rows),
+        "rows": rows_digest(dataset.rows),
     }
 
 
@@ -198,13 +196,13 @@ def _score(args: argparse.Namespace, dataset: Dataset, folder: Path, settings: S
     print(ending(report, target))
 
 
-def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[rendering.Checkpoint]) -> None:
+def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
     """What is known of procedural edits, beside what the metric says of them."""
     from PIL import Image
 
-    with Image.open(rendering.source_path(folder, "test-000000")) as image:
+    with Image.open(rendering_folder.source_path(folder, "test-000000")) as image:
         size = image.width
-    truth = rendering.known_truth(folder, checkpoints, args.count, args.data_seed, size)
+    truth = known_truth(folder, checkpoints, args.count, args.data_seed, size)
     write_json(folder / "truth.json", truth)
     names = list(next(iter(truth.values())))
     print("\nKnown from the scenes' parameters, without the metric:\n")

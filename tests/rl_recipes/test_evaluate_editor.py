@@ -15,8 +15,12 @@ import torch
 from conftest import METRIC
 from PIL import Image
 
-from rl_recipes import evaluate_editor, rendering
+from rl_recipes import evaluate_editor
+from rl_recipes.editor_checkpoints import Checkpoint, apply_checkpoint, find_checkpoints
 from rl_recipes.editors import Editor, EditorError, load_editor
+from rl_recipes.procedural_edits import procedural_rows
+from rl_recipes.rendering import Sampling, render_checkpoint
+from rl_recipes.rendering_sources import check_rows
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import read_manifest
 from tpips_reward.stopping import Interrupted, StopSignal
@@ -160,18 +164,18 @@ def test_a_users_own_edits(launch: Run, adapters: Path, photos: Path, tmp_path: 
 @pytest.fixture
 def parts(editor_folder: Path, tmp_path: Path) -> tuple[Editor, Any, dict[str, Any]]:
     editor = load_editor(editor_folder, device="cpu", resolution=32)
-    dataset = rendering.procedural_rows(tmp_path / "whole", 5, 7, 32, True)
-    _, sizes = rendering.check_rows(editor, dataset)
+    dataset = procedural_rows(tmp_path / "whole", 5, 7, 32, True)
+    _, sizes = check_rows(editor, dataset)
     return editor, dataset, sizes
 
 
 def render(
-    parts: tuple[Editor, Any, dict[str, Any]], folder: Path, checkpoint: rendering.Checkpoint, rank: int, world: int
+    parts: tuple[Editor, Any, dict[str, Any]], folder: Path, checkpoint: Checkpoint, rank: int, world: int
 ) -> int:
     editor, dataset, sizes = parts
     shared = SimpleNamespace(process_index=rank, num_processes=world)
-    sampling = rendering.Sampling(steps=2, guidance_scale=1.0, seed=0, batch_size=2)
-    return rendering.render_checkpoint(
+    sampling = Sampling(steps=2, guidance_scale=1.0, seed=0, batch_size=2)
+    return render_checkpoint(
         editor, checkpoint, dataset.rows, sizes, folder, sampling, shared, StopSignal()  # type: ignore[arg-type]
     )
 
@@ -179,7 +183,7 @@ def render(
 def test_processes_and_interruptions_change_no_pixel(
     parts: tuple[Editor, Any, dict[str, Any]], adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, tuned = rendering.find_checkpoints([str(adapters / "a")])
+    base, tuned = find_checkpoints([str(adapters / "a")])
     assert render(parts, tmp_path / "whole", tuned, 0, 1) == 5
     assert render(parts, tmp_path / "whole", base, 0, 1) == 5, "taking the adapter off leaves the editor itself"
     assert render(parts, tmp_path / "first", base, 0, 1) == 5
@@ -203,7 +207,7 @@ def test_processes_and_interruptions_change_no_pixel(
 
 def test_noise_goes_by_the_key(parts: tuple[Editor, Any, dict[str, Any]], tmp_path: Path) -> None:
     editor, dataset, sizes = parts
-    base = rendering.Checkpoint("base")
+    base = Checkpoint("base")
     render(parts, tmp_path / "whole", base, 0, 1)
     fewer = dataset.with_rows(dataset.rows[2:4], ())  # the third and fourth were a batch before
     render((editor, fewer, sizes), tmp_path / "fewer", base, 0, 1)
@@ -233,7 +237,7 @@ def test_all_weights_of_a_run_edit_as_the_trained_editor_does(
     assert {entry["model"] for entry in report["models"] if not entry["control"]} == {"base", "a", "tuned"}
     # the trained editor itself, as it stood at the end of its training
     _, dataset, sizes = parts
-    assert render((editor, dataset, sizes), tmp_path / "direct", rendering.Checkpoint("base"), 0, 1) == 5
+    assert render((editor, dataset, sizes), tmp_path / "direct", Checkpoint("base"), 0, 1) == 5
     rendered, direct = pixels(tmp_path / "out/edits"), pixels(tmp_path / "direct/edits")
     names = sorted(direct)
     assert len(names) == 5 and [rendered[name.replace("base/", "tuned/")] for name in names] == [direct[n] for n in names]
@@ -242,7 +246,7 @@ def test_all_weights_of_a_run_edit_as_the_trained_editor_does(
     shards = tmp_path / "other/transformer"
     editor.transformer.save_pretrained(shards, max_shard_size="100KB")
     assert len(list(shards.glob("*.safetensors"))) > 2
-    (checkpoint,) = rendering.find_checkpoints([], [str(tmp_path / "other")])[1:]
+    (checkpoint,) = find_checkpoints([], [str(tmp_path / "other")])[1:]
     assert checkpoint.name == "other" and render(parts, tmp_path / "shards", checkpoint, 0, 1) == 5
     again = pixels(tmp_path / "shards/edits")
     assert [again[name.replace("base/", "other/")] for name in names] == [direct[name] for name in names]
@@ -262,7 +266,7 @@ def test_weights_that_cannot_be_used(
         ([], [f"base={run}"], "'base' is the editor as it is"),
     ]:
         with pytest.raises(TPIPSError, match=message):
-            rendering.find_checkpoints(lora, weights)
+            find_checkpoints(lora, weights)
     content = load_file(run / "adapter/transformer" / file)
     name = next(iter(content))
     editor = load_editor(editor_folder, device="cpu", resolution=32)
@@ -274,22 +278,22 @@ def test_weights_that_cannot_be_used(
     ):
         (tmp_path / case).mkdir()
         save_file(changed, tmp_path / case / file)
-        (checkpoint,) = rendering.find_checkpoints([], [str(tmp_path / case)])[1:]
+        (checkpoint,) = find_checkpoints([], [str(tmp_path / case)])[1:]
         with pytest.raises(EditorError, match="do not fit this editor's transformer .1 of "):
-            rendering.apply_checkpoint(editor, checkpoint)
+            apply_checkpoint(editor, checkpoint)
         assert all(torch.equal(value, before[key]) for key, value in editor.transformer.state_dict().items())
     (tmp_path / "less" / file).write_bytes((run / "adapter/transformer" / file).read_bytes()[:2000])
     with pytest.raises(TPIPSError, match="cannot be read"):
-        rendering.find_checkpoints([], [str(tmp_path / "less")])
+        find_checkpoints([], [str(tmp_path / "less")])
     (tmp_path / "more" / f"{file}.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
     with pytest.raises(EditorError, match="lacks gone.safetensors"):
-        rendering.find_checkpoints([], [str(tmp_path / "more")])
+        find_checkpoints([], [str(tmp_path / "more")])
 
-    base, tuned = rendering.find_checkpoints([], [str(run)])
-    assert tuned.digest() != rendering.Checkpoint("x", weights=tmp_path / "shape").digest() != base.digest() == ""
-    rendering.apply_checkpoint(editor, tuned)
+    base, tuned = find_checkpoints([], [str(run)])
+    assert tuned.digest() != Checkpoint("x", weights=tmp_path / "shape").digest() != base.digest() == ""
+    apply_checkpoint(editor, tuned)
     with pytest.raises(EditorError, match="were replaced before 'base'"):
-        rendering.apply_checkpoint(editor, base)
+        apply_checkpoint(editor, base)
 
 
 def test_adapters_that_cannot_be_used(adapters: Path, editor_folder: Path, tmp_path: Path) -> None:
@@ -302,21 +306,21 @@ def test_adapters_that_cannot_be_used(adapters: Path, editor_folder: Path, tmp_p
         ([f"control: x={adapters / 'a'}"], "names its controls"),
     ]:
         with pytest.raises(TPIPSError, match=message):
-            rendering.find_checkpoints(given)
-    assert [c.name for c in rendering.find_checkpoints([str(file), f"b={adapters / 'b'}"])] == ["base", "a", "b"]
+            find_checkpoints(given)
+    assert [c.name for c in find_checkpoints([str(file), f"b={adapters / 'b'}"])] == ["base", "a", "b"]
     broken = tmp_path / "cut.safetensors"
     broken.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(TPIPSError, match="cannot be read"):
-        rendering.find_checkpoints([str(broken)])
+        find_checkpoints([str(broken)])
 
     from safetensors.torch import load_file, save_file
 
     editor = load_editor(editor_folder, device="cpu", resolution=32)
     elsewhere = {name.replace("attn.to_q", "attn.to_elsewhere"): value for name, value in load_file(file).items()}
     save_file(elsewhere, tmp_path / "elsewhere.safetensors")
-    (checkpoint,) = rendering.find_checkpoints([str(tmp_path / "elsewhere.safetensors")])[1:]
+    (checkpoint,) = find_checkpoints([str(tmp_path / "elsewhere.safetensors")])[1:]
     with pytest.raises(EditorError, match="fit this editor"):
-        rendering.apply_checkpoint(editor, checkpoint)
+        apply_checkpoint(editor, checkpoint)
 
 
 def test_bad_settings_are_one_line(launch: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The tiny random metric in the released layout, and its images."""
+"""The tiny random metric in the released layout, and its images; edits of editors of known worth."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from evaluation_files import write_edits
 from PIL import Image
 from torch import Tensor
 
@@ -56,6 +57,12 @@ def crops(photos: dict[str, Image.Image]) -> list[Tensor]:
 def cases() -> list[dict[str, Any]]:
     """What the released package gives, for all fusions."""
     return json.loads((PARITY / "expected.json").read_text())["cases"]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    """Of twelve edits, by editors of known worth (`write_edits`)."""
+    return write_edits(tmp_path / "data")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 CHANNELS = {"red": 0, "green": 1, "blue": 2}
 
 
-class PairMetric:
+class PairMetric(ABC):
     """A metric that asks `_similarity` for each pair. Calls are recorded, so that tests can see what was asked, and how often."""
 
     range: tuple[float, float] = (-1.0, 1.0)
@@ -20,9 +21,9 @@ class PairMetric:
         self.change_scale = change_scale
         self.calls: list[tuple[list[Any], list[Any], list[tuple[int, int, str]]]] = []
 
+    @abstractmethod
     def _similarity(self, image: Tensor, reference: Tensor, aspect: str) -> Tensor:
         """A number without dimensions."""
-        raise NotImplementedError
 
     def similarity_pairs(
         self,
@@ -56,11 +57,13 @@ class ChannelMetric(PairMetric):
         return -gap if self.unbounded else 1 - 2 * gap
 
 
-class ConstantMetric(PairMetric):
+class ConstantMetric:
     """Answers one number for every pair, or whatever tensor it was given."""
 
+    range = (-1.0, 1.0)
+    change_scale = 0.5
+
     def __init__(self, answer: float | Tensor) -> None:
-        super().__init__(change_scale=0.5)
         self.answer = answer
 
     def similarity_pairs(self, images: Any, references: Any, pairs: Any, **options: Any) -> Tensor:

@@ -147,6 +147,7 @@ def test_imgedit(tmp_path):
     (tmp_path / "basic_edit.json").write_text(json.dumps(edits))
     for n in (7, 12):
         save(Scene(), tmp_path / f"origin/animal/{n}.jpg")
+    (tmp_path / "origin/x").mkdir()  # a folder that no id names changes nothing
     for name in ("m/7.png", "m/12.jpg", "m/30.png", "n/7.png", "n/12.png", "n/12.webp", "n/30.png"):
         save(Scene(), tmp_path / "results" / name)
     dataset = read_imgedit(tmp_path / "results", tmp_path / "basic_edit.json", tmp_path / "origin")

@@ -1,82 +1,26 @@
-"""A whole evaluation: good and bad editors ranked right, the report's files, its folder, and the command."""
+"""A whole evaluation: good and bad editors ranked right, the report's files, and what stops it before there are any."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
-import re
 import shutil
-import subprocess
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from evaluation_files import read_lines, save, write_edits, write_lines
+from evaluation_files import read_lines, write_lines
+from evaluation_runs import FAST, run
 from fake_metrics import RegionMetric
+from page_parser import Page
 
-import tpips_reward.cli
-from tpips_reward.calibration import Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest, read_votes
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER
 from tpips_reward.evaluation.folder import REPORT_NAMES
-from tpips_reward.evaluation.html import esc, fill, p_value
+from tpips_reward.evaluation.html import p_value
 from tpips_reward.evaluation.report import write_report
-from tpips_reward.scenes import Scene
-
-FAST = Settings(resamples=300, examples=2)
-VOID = {"meta", "input", "img", "br", "line", "rect", "link", "hr"}
-
-
-class Page(HTMLParser):
-    """The page as a browser takes it apart; elements must close in the order in which they opened."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.ids: list[str] = []
-        self.texts: list[str] = []
-        self.addresses: list[str] = []
-        self.handlers: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        if tag not in VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            self.ids += [value or ""] if name == "id" else []
-            self.addresses += [value or ""] if name in ("src", "href", "action", "data") else []
-            self.handlers += [name] if name.startswith("on") else []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("script", "style"):
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
-
-
-@pytest.fixture
-def manifest(tmp_path: Path) -> Path:
-    return write_edits(tmp_path / "data")
-
-
-def run(manifest: Path, output: Path, **options):
-    options.setdefault("settings", FAST)
-    return evaluate(read_manifest(manifest), RegionMetric(), output, metric_name="region", **options)
 
 
 def test_good_and_bad_editors_are_ranked_right(manifest, tmp_path):
@@ -189,72 +133,15 @@ def test_names_that_utf8_cannot_hold_reach_every_file(manifest, tmp_path):
     assert "data/good/odd?.png |" in (tmp_path / "report/report.md").read_text()
 
 
-# --- the page
-
-
-def test_the_page_is_whole_and_needs_nothing_else(manifest, tmp_path):
-    run(manifest, tmp_path / "report")
-    text = (tmp_path / "report/report.html").read_text()
-    page = Page(text)
-    assert len(page.ids) == len(set(page.ids))
-    targets = {address[1:] for address in page.addresses if address.startswith("#")}
-    assert targets <= set(page.ids)
-    assert all(address.startswith(("#", "data:image/jpeg;base64,")) for address in page.addresses)
-    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
-    assert page.tags["details"] >= 4 and page.tags["img"] == page.tags["details"] * 4
-    assert page.tags["svg"] == 6 * 3 and "prefers-color-scheme: dark" in text and 'data-theme="dark"' in text
-
-
-HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> \'"& {{summary}} | `*_'
-
-
-def test_hostile_text_stays_text(tmp_path):
-    save(Scene(), tmp_path / "in.png")
-    save(Scene(shape="star"), tmp_path / "out<b>.png")
-    row = {"key": HOSTILE.replace("/", "|").replace("\\", ""), "source": "in.png", "instruction": HOSTILE + "\x00\x1b",
-           "category": HOSTILE, "preserve": ["background <i>"], "target": ["shape"],
-           "outputs": {f"model {HOSTILE}": "out<b>.png", "none": None}}  # fmt: skip
-    manifest = write_lines(tmp_path / "edits.jsonl", [row])
-    run(manifest, tmp_path / "report")
-    text = (tmp_path / "report/report.html").read_text()
-    page = Page(text)
-    assert page.tags["script"] == 1 and page.handlers == [] and page.tags["b"] > 0 == page.tags["i"]
-    assert HOSTILE in " ".join(page.texts) and "{{" in page.text and "\x00" not in text and "\x1b" not in text
-    markdown = (tmp_path / "report/report.md").read_text()
-    assert "<script" not in markdown.replace("\\<script", "")
-    heads = [line.count(" | ") for line in markdown.splitlines() if line.startswith("| ")]
-    assert all(count > 0 for count in heads)
-
-
-def test_filling_in_happens_once():
-    assert fill("{{a}} {{b}}", {"a": "{{b}}", "b": "x"}) == "{{b}} x"
-    assert esc("<\"'&\ud800\x00>") == "&lt;&quot;&#x27;&amp;\ufffd\ufffd&gt;"
-
-
-def test_the_pages_script_sorts_and_filters(manifest, tmp_path):
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("no node on this machine; the page's script is run by it")
-    run(manifest, tmp_path / "report")
-    script = re.search(r"<script>(.*)</script>", (tmp_path / "report/report.html").read_text(), re.DOTALL)
-    assert script is not None
-    (tmp_path / "page.cjs").write_text(script[1])
-    (tmp_path / "check.cjs").write_text("""
-      const page = require("./page.cjs");
-      const head = () => ({ state: "none", getAttribute() { return this.state; },
-        setAttribute(_, s) { this.state = s; } });
-      const row = (name, value) => ({ cells: [{ dataset: {}, textContent: name }, { dataset: { number: value } }] });
-      const body = { rows: [row("b10", "0.5"), row("b9", ""), row("a", "-1e-05"), row("c", "2")] };
-      body.append = (...rows) => { body.rows = rows; };
-      const table = { tHead: { rows: [{ cells: [head(), head()] }] }, tBodies: [body] };
-      const names = () => body.rows.map((r) => r.cells[0].textContent).join(" ");
-      const seen = [];
-      for (const column of [1, 1, 0, 0]) { page.sortTable(table, column); seen.push(names()); }
-      seen.push(page.matches("Make the CAR red", "red make"), page.matches("car", "bus"));
-      console.log(JSON.stringify(seen));
-    """)
-    out = subprocess.run([node, str(tmp_path / "check.cjs")], capture_output=True, text=True, check=True).stdout
-    assert json.loads(out) == ["c b10 a b9", "a b10 c b9", "a b9 b10 c", "c b10 b9 a", True, False]
+def test_a_p_value_is_never_shown_as_zero(manifest, tmp_path):
+    assert [p_value(value) for value in (None, 1e-5, 0.0001, 0.25)] == ["–", "< 0.0001", "0.0001", "0.2500"]
+    ends = {"mean": 0.1, "low": 0.1, "high": 0.1, "count": 9}
+    entry = {"first": "a", "second": "b", "measure": "overall", "difference": ends, "sources": 9, "p": 1e-5, "p_holm": 2e-5,
+             "wins": 1.0, "ties": 0.0, "losses": 0.0, "rows_needed": 2, "by": "category", "name": "c"}  # fmt: skip
+    report = run(manifest, tmp_path / "report") | {"comparisons": [entry], "differences": [entry]}
+    write_report(tmp_path / "report", report, [], 0)
+    shown = [(tmp_path / "report" / name).read_text() for name in ("report.html", "report.md")]
+    assert shown[0].count("&lt; 0.0001") == 4 == shown[1].count("< 0.0001") + shown[1].count("&lt; 0.0001")
 
 
 # --- aspects, votes
@@ -291,105 +178,7 @@ def test_votes_are_counted(manifest, tmp_path):
     assert "Agreement with people" in (tmp_path / "report/report.html").read_text()
 
 
-# --- the folder, and what stops an evaluation
-
-
-def test_a_folder_that_exists_is_refused(manifest, tmp_path):
-    folder = tmp_path / "report"
-    run(manifest, folder)
-    with pytest.raises(TPIPSError, match="holds a report; give --overwrite"):
-        run(manifest, folder)
-    (folder / "notes.txt").write_text("mine")
-    again = run(manifest, folder, resume=True)
-    assert again["work"]["pairs_measured"] == 0 and again["work"]["pairs_cached"] == 12 * 6 * 2
-    assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0
-    assert (folder / "notes.txt").read_text() == "mine"
-    scored = next((folder / "cache").glob("*/*.json"))
-    mine = [folder / "cache/model.bin", scored.parent / "notes.json", folder / f"cache/mine/{scored.name}"]
-    for path in mine:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    stale = scored.with_name("0" * 32 + ".json")
-    stale.write_text("{}")
-    assert run(manifest, folder, overwrite=True)["work"]["pairs_cached"] == 0, "the cache is cleared"
-    assert not stale.exists() and [path.read_text() for path in mine] == ["mine"] * 3, "and what is not ours stays"
-    foreign = tmp_path / "foreign"
-    (foreign / "cache").mkdir(parents=True)
-    (foreign / "cache/model.bin").write_text("mine")
-    with pytest.raises(TPIPSError, match=r"not empty \(cache\)"):
-        run(manifest, foreign)
-    with pytest.raises(TPIPSError, match="give one of the two"):
-        run(manifest, folder, overwrite=True, resume=True)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "photo.png").write_text("mine")
-    with pytest.raises(TPIPSError, match=r"not empty \(photo.png\)"):
-        run(manifest, other)
-    with pytest.raises(TPIPSError, match="is a file"):
-        run(manifest, manifest)
-    with pytest.raises(TPIPSError, match="cannot be used"):
-        run(manifest, manifest / "report")
-
-
-@pytest.mark.parametrize("how", ["overwrite", "resume"])
-def test_files_that_no_evaluation_has_written_are_not_replaced(manifest, tmp_path, how):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "rows.csv").write_text("mine")
-    (folder / "report.json").write_text("[]")
-    with pytest.raises(TPIPSError, match=r"report.json would be replaced, and no evaluation has written it"):
-        run(manifest, folder, **{how: True})
-    assert (folder / "rows.csv").read_text() == "mine"
-
-
-def test_a_metric_that_does_not_load_costs_no_report(manifest, tmp_path):
-    def load():
-        raise TPIPSError("no such metric")
-
-    folder = tmp_path / "report"
-    run(manifest, folder)
-    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    with pytest.raises(TPIPSError, match="no such metric"):
-        evaluate(read_manifest(manifest), load, folder, overwrite=True)
-    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
-
-
-def test_a_report_never_replaces_its_manifest(tmp_path, capsys):
-    write_edits(tmp_path, 1)
-    run(tmp_path / "edits.jsonl", tmp_path / "out")
-    manifest = tmp_path / "out/rows.csv"
-    manifest.write_text("key,source,instruction,output:good\n0,../in/000.png,paint it red,../good/000.png\n")
-    before = manifest.read_bytes()
-    assert tpips_reward.cli.main(["evaluate", str(manifest), "--output", str(manifest.parent), "--overwrite"]) == 2
-    assert "which it is made from" in capsys.readouterr().err and manifest.read_bytes() == before
-
-
-def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):
-    class Stops(RegionMetric):
-        def similarity_pairs(self, images, references, pairs, *, value_range=(0.0, 1.0)):
-            if len(self.calls) == 3:
-                raise TPIPSError("stopped")
-            return super().similarity_pairs(images, references, pairs, value_range=value_range)
-
-    options = Settings(batch_images=7, resamples=300)
-    with pytest.raises(TPIPSError, match="stopped"):
-        evaluate(read_manifest(manifest), Stops(), tmp_path / "report", metric_name="region", settings=options)
-    assert not (tmp_path / "report/report.json").exists()
-    with pytest.raises(TPIPSError, match="did not finish; give --resume"):
-        run(manifest, tmp_path / "report")
-    report = evaluate(read_manifest(manifest), RegionMetric(), tmp_path / "report", metric_name="region", resume=True)
-    assert report["counts"]["rows_scored"] == 12
-
-
-def test_a_p_value_is_never_shown_as_zero(manifest, tmp_path):
-    assert [p_value(value) for value in (None, 1e-5, 0.0001, 0.25)] == ["–", "< 0.0001", "0.0001", "0.2500"]
-    ends = {"mean": 0.1, "low": 0.1, "high": 0.1, "count": 9}
-    entry = {"first": "a", "second": "b", "measure": "overall", "difference": ends, "sources": 9, "p": 1e-5, "p_holm": 2e-5,
-             "wins": 1.0, "ties": 0.0, "losses": 0.0, "rows_needed": 2, "by": "category", "name": "c"}  # fmt: skip
-    report = run(manifest, tmp_path / "report") | {"comparisons": [entry], "differences": [entry]}
-    write_report(tmp_path / "report", report, [], 0)
-    shown = [(tmp_path / "report" / name).read_text() for name in ("report.html", "report.md")]
-    assert shown[0].count("&lt; 0.0001") == 4 == shown[1].count("< 0.0001") + shown[1].count("&lt; 0.0001")
+# --- what is not scored
 
 
 def test_a_row_without_any_output_is_not_scored(manifest, tmp_path):
@@ -421,167 +210,3 @@ def test_strict_stops_at_any_problem(manifest, tmp_path):
 def test_bad_settings(field, value):
     with pytest.raises(TPIPSError, match=field):
         Settings(**{field: value})
-
-
-# --- the command
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: RegionMetric())
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = tpips_reward.cli.main(["evaluate", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
-def test_the_command(command, manifest, tmp_path):
-    status, out, err = command(manifest, "--output", tmp_path / "r", "--resamples", 300, "--model",
-                               f"more={manifest.parent / 'good'}")  # fmt: skip
-    assert status == 0 and err == "" and "| more | 12 of 12 |" in out and str(tmp_path / "r/report.html") in out
-    assert "24" not in out.split("Report:")[0].splitlines()[-1]
-    report = json.loads((tmp_path / "r/report.json").read_text())
-    values = {entry["model"]: entry["overall"] for entry in report["models"]}
-    assert values["more"] == values["good"] and report["problems"]["counts"] == {"shared_file": 12}
-
-
-def test_the_command_with_a_calibration(command, manifest, tmp_path, monkeypatch):
-    status, _, err = command(manifest, "--output", tmp_path / "r", "--resamples", 300, "--calibrated")
-    assert status == 2 and "has no calibration" in err and not (tmp_path / "r/report.json").exists()
-    metric = RegionMetric()
-    metric.calibration = Calibration(MonotoneMap((0.0, 1.0), (0.5, 1.0)), probe=tuple(probe_answers(metric)))
-    monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: metric)
-    reports = {}
-    for name, flags in (("raw", ()), ("calibrated", ("--calibrated",))):
-        assert command(manifest, "--output", tmp_path / name, "--resamples", 300, *flags)[0] == 0
-        reports[name] = json.loads((tmp_path / name / "report.json").read_text())
-    raw, calibrated = (reports[name]["rows"][0]["outputs"]["good"]["preserve"]["background"] for name in reports)
-    assert calibrated == pytest.approx(0.5 + raw / 2, abs=1e-6) and reports["calibrated"]["metric"]["range"] == [0, 1]
-    assert reports["calibrated"]["metric"]["name"] == "builtin:late, calibrated"
-
-
-def test_the_command_on_a_voted_benchmark(command, manifest, tmp_path):
-    rows = [
-        {"key": line["key"], "instruction": line["instruction"], "source_image": line["source"], "task": "color_alter",
-         "edited_images": [line["outputs"]["good"], line["outputs"]["drifting"]], "winner": "Image A"}
-        for line in read_lines(manifest)
-    ]  # fmt: skip
-    write_lines(manifest.parent / "metadata.jsonl", rows)
-    status, _, err = command(manifest.parent, "--layout", "vcreward", "--output", tmp_path / "r", "--resamples", 300)
-    report = json.loads((tmp_path / "r/report.json").read_text())
-    assert status == 0 and err == "" and report["votes"]["agreement"][0]["accuracy"] == 1.0
-    assert report["votes"]["rule"] == "vcreward" and report["comparisons"] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--model", "x"), "write NAME=FOLDER"),
-        (("--model", "good=."), "has a folder; name one of them otherwise"),
-        (("--layout", "gedit"), "needs --benchmark"),
-        (("--sources", "."), "--sources means nothing"),
-        (("--layout", "editreward-tiger", "--votes", "v"), "of its own"),
-        (("--resamples", "1"), "resamples is 1"),
-        (("--votes", "nothing.jsonl"), "nothing.jsonl does not exist"),
-    ],
-)
-def test_bad_options_are_one_line(command, manifest, tmp_path, arguments, message):
-    status, out, err = command(manifest, "--output", tmp_path / "r", *arguments)
-    assert status == 2 and out == "" and message in err and len(err.strip().splitlines()) == 1
-
-
-# --- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """Chromium without a display, dark, by Selenium. Another place than the usual ones: CHROMIUM and CHROMEDRIVER."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: no browser sees the page")
-    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-    driver = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("no Chromium with its chromedriver here (Debian: apt install chromium chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    profile = tmp_path_factory.mktemp("profile")
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "force-dark-mode",
-                     "blink-settings=preferredColorScheme=0", f"user-data-dir={profile}", "window-size=1400,1000"):  # fmt: skip
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
-
-
-def test_the_page_in_a_browser(browser, manifest, tmp_path):
-    report = run(manifest, tmp_path / "report")
-    browser.get((tmp_path / "report/report.html").as_uri())
-
-    def paper() -> str:
-        return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-
-    def find(selector: str):
-        return browser.find_elements("css selector", selector)
-
-    assert "20, 24, 31" in paper()
-    find('#theme option[value="light"]')[0].click()
-    assert "255, 255, 255" in paper()
-
-    heading = find("#row-table th:nth-child(4) button")[0]
-    for direction, reverse in (("descending", True), ("ascending", False)):
-        browser.execute_script("arguments[0].scrollIntoView()", heading)
-        heading.click()
-        values = [float(cell.text) for cell in find("#row-table tbody td:nth-child(4)")]
-        assert values == sorted(values, reverse=reverse) and len(values) == 36 and len(set(values)) > 10
-        assert find("#row-table th:nth-child(4)")[0].get_attribute("aria-sort") == direction
-
-    find('input[data-filter="row-table"]')[0].send_keys("good paint")
-    expected = sum("paint" in f"{line['category']} {line['instruction']}" for line in read_lines(manifest))
-    assert sum(row.is_displayed() for row in find("#row-table tbody tr")) == expected < 12
-    assert find('[data-shown="row-table"]')[0].text == f"{expected} of 36"
-
-    def choose(column: int, value: str) -> list[list[str]]:
-        find(f'select[data-choice="difference-table"][data-column="{column}"] option[value="{value}"]')[0].click()
-        rows = [row for row in find("#difference-table tbody tr") if row.is_displayed()]
-        return [[cell.text for cell in row.find_elements("css selector", "td")] for row in rows]
-
-    first = [row for row in find("#difference-table tbody tr") if row.is_displayed()]
-    assert len(first) == 2, "to begin with one measure in two categories, of one pair of models"
-    shown = choose(0, "aspect to keep: similarity")
-    assert [row[:3] for row in shown] == [["aspect to keep: similarity", "background", "drifting − good"]]
-    assert [row[2] for row in choose(2, "")] == ["drifting − good", "drifting − destroying", "good − destroying"]
-    assert len(choose(0, "")) == 24 and find('[data-shown="difference-table"]')[0].text == "24 of 24"
-
-    scores = {row["key"]: row["outputs"]["drifting"]["overall"] for row in report["rows"]}
-    keys = {"example-" + key.encode().hex(): key for key in scores}
-    orders = {}
-    for value in ("1 -1", "1 1", ""):  # the second best model is "drifting"
-        find(f'select[data-order="example-list"] option[value="{value}"]')[0].click()
-        orders[value] = [keys[item.get_attribute("id")] for item in find("details.example")]
-    assert orders["1 1"] == orders["1 -1"][::-1] == sorted(orders[""], key=lambda key: scores[key])
-    assert orders[""] == sorted(orders[""]) != orders["1 1"]
-
-    example = find("details.example")[0]
-    picture = example.find_element("css selector", "img")
-    assert not picture.is_displayed()
-    browser.execute_script("arguments[0].scrollIntoView()", example)
-    example.find_element("css selector", "summary").click()
-    assert picture.is_displayed()
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait(browser, 30)
-    wait.until(lambda _: picture.get_property("naturalWidth") > 0, "the picture does not load")
-    assert any(score.is_displayed() and score.text for score in example.find_elements("css selector", "dd"))
-
-    link = next(link for link in find("#row-table a") if link.is_displayed())
-    target = link.get_attribute("href").partition("#")[2]
-    browser.execute_script("arguments[0].scrollIntoView()", link)
-    link.click()
-    assert find(f"#{target}")[0].get_attribute("open")
-
-    assert browser.get_log("browser") == []
-    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [item["params"] for item in sent if item["method"] == "Network.requestWillBeSent"]
-    addresses = [item["request"]["url"] for item in asked if item["documentURL"].startswith("file:")]
-    assert addresses and all(address.startswith(("file:", "data:")) for address in addresses)

@@ -16,27 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.image_files import ImageFile, ImageRef
-from tpips_reward.evaluation.pairing import (
-    Listing,
-    check_folder,
-    find_key,
-    find_path,
-    output_of,
-    source_of,
-    unexpected_files,
-)
-from tpips_reward.evaluation.rows import (
-    Dataset,
-    Problem,
-    Row,
-    by_model,
-    check_key,
-    check_model_name,
-    shared_files,
-    unique_rows,
-)
-from tpips_reward.evaluation.tables import read_table
+from tpips_reward.evaluation.image_files import ImageRef
+from tpips_reward.evaluation.pairing import Pairing, check_folder, folders_by_model
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.tables import read_table, table_folder
 
 LANGUAGES = ("en", "cn")
 
@@ -48,16 +31,12 @@ def model_folders(results: Path, given: Mapping[str, str | Path] | None = None) 
         TPIPSError: a folder does not exist, or there is none.
     """
     if given:
-        folders = by_model((name, Path(folder)) for name, folder in given.items())
-    else:
-        check_folder(results, "of results")
-        found = sorted(entry for entry in results.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        folders = by_model((entry.name, entry) for entry in found)
-    for name, folder in folders.items():
-        check_folder(folder, f"of the model {name!r}")
-    if not folders:
+        return folders_by_model(given.items())
+    check_folder(results, "of results")
+    found = sorted(entry for entry in results.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
         raise TPIPSError(f"{results} has no folders; each model's results lie in a folder of its name.")
-    return folders
+    return folders_by_model((entry.name, entry) for entry in found)
 
 
 def read_gedit(
@@ -92,14 +71,14 @@ def read_gedit(
         with builder.row(place, entry) as row:
             key, task = check_key(entry["key"]), _text(entry, "task_type")
             row.start(key, _text(entry, "instruction"), task)
-            row.source(entry["input_image"], Path(benchmark))
+            row.source(entry["input_image"], table_folder(Path(benchmark)))
             for model, folder in folders.items():
                 home = folder / "fullset" / task / language
                 expected.setdefault(home, []).append(key)
-                row.output(model, *output_of(find_key(home, key, builder.listing, ".png"), key, model))
+                row.outputs[model] = builder.output_in(home, key, model, ".png")
     for model, folder in folders.items():
         for home in sorted(folder.glob(f"fullset/*/{language}")):
-            builder.problems += unexpected_files(home, expected.get(home, []), builder.listing, model)
+            builder.list_unexpected(home, expected.get(home, []), model)
     return builder.dataset(len(chosen))
 
 
@@ -141,17 +120,17 @@ def read_gedit_v2(results: str | Path, benchmark: str | Path) -> Dataset:
         with builder.row(place, entry) as row:
             key = check_key(entry["key"])
             row.start(key, _text(entry, "instruction"), _text(entry, "task"))
-            row.source(entry["source_image"], Path(benchmark))
+            row.source(entry["source_image"], table_folder(Path(benchmark)))
             for model in names:
                 images = [image for name, image in candidates.get(key, []) if name == model]
                 if len(images) == 1:
-                    row.output(model, *output_of(find_path(listed.parent / images[0], builder.listing), key, model))
+                    row.outputs[model] = builder.output(images[0], listed.parent, key, model)
                 elif images:
                     detail = f"{listed.name} has {len(images)} images of {model} for the key {key!r}."
-                    row.output(model, None, [Problem("doubled_file", detail, key, model)])
+                    builder.problems.append(Problem("doubled_file", detail, key, model))
                 else:
                     detail = f"{listed.name} names no image of {model} for the key {key!r}."
-                    row.output(model, None, [Problem("missing_output", detail, key, model)])
+                    builder.problems.append(Problem("missing_output", detail, key, model))
     known = {str(entry["key"]).strip() for _, entry in table}
     builder.problems += [
         Problem("unexpected_file", f"{listed.name} has the key {key!r}, which the benchmark has not.", left_out=False)
@@ -187,25 +166,24 @@ def read_imgedit(
         with builder.row(place, entry) as row:
             key = check_key(entry["key"])
             row.start(key, _text(entry, "prompt"), _text(entry, "edit_type"))
-            row.source(_text(entry, "id"), Path(sources) / "x")
+            row.source(_text(entry, "id"), Path(sources))
             for model, folder in folders.items():
-                row.output(model, *output_of(find_key(folder, key, builder.listing, ".png"), key, model))
+                row.outputs[model] = builder.output_in(folder, key, model, ".png")
     keys = [str(entry["key"]) for _, entry in table]
     for model, folder in folders.items():
-        builder.problems += unexpected_files(folder, keys, builder.listing, model)
+        builder.list_unexpected(folder, keys, model)
     return builder.dataset(len(table))
 
 
 # --- shared by the layouts
 
 
-class _Builder:
-    """Collects rows and what is wrong with them."""
+class _Builder(Pairing):
+    """Collects rows beside what is wrong with them."""
 
     def __init__(self, name: str, models: tuple[str, ...]) -> None:
+        super().__init__()
         self.name, self.models = name, models
-        self.listing = Listing()
-        self.problems: list[Problem] = []
         self.rows: list[Row] = []
         self.keys: list[tuple[str, object]] = []
 
@@ -224,7 +202,7 @@ class _RowBuilder:
 
     def __init__(self, builder: _Builder, place: str) -> None:
         self.builder, self.place = builder, place
-        self.outputs: dict[str, ImageRef] = {}
+        self.outputs: dict[str, ImageRef | None] = {}
         self.ref: ImageRef | None = None
         self.key = self.instruction = self.category = ""
 
@@ -236,31 +214,20 @@ class _RowBuilder:
             self.builder.problems.append(Problem("bad_row", f"{self.place}: {error}", self.key))
             return True
         if error is None and self.ref is not None:
-            row = Row(self.key, self.ref, self.instruction, self.outputs, category=self.category or "uncategorized")
+            outputs = {model: ref for model, ref in self.outputs.items() if ref is not None}
+            row = Row(self.key, self.ref, self.instruction, outputs, category=self.category or "uncategorized")
             self.builder.rows.append(row)
         return False
 
     def start(self, key: str, instruction: str, category: str) -> None:
         self.key, self.instruction, self.category = key, instruction, category
 
-    def source(self, value: Any, table: Path) -> None:
-        """An image in the table, or a path relative to it."""
-        if isinstance(value, str) and value.strip():
-            home = table if table.is_dir() else table.parent
-            value, problems = source_of(find_path(home / value.strip(), self.builder.listing), self.key)
-            self.builder.problems += problems
-        elif isinstance(value, ImageFile):
-            value, problems = source_of(find_path(value.path, self.builder.listing), self.key)
-            self.builder.problems += problems
-        elif value is None or isinstance(value, str | list):
+    def source(self, value: Any, home: Path) -> None:
+        """An image in the table, or a path relative to `home`."""
+        if value is None or isinstance(value, list) or (isinstance(value, str) and not value.strip()):
             self.builder.problems.append(Problem("missing_source", f"{self.place} has no source image.", self.key))
-            value = None
-        self.ref = value
-
-    def output(self, model: str, ref: ImageRef | None, problems: Sequence[Problem]) -> None:
-        self.builder.problems += problems
-        if ref is not None:
-            self.outputs[model] = ref
+        else:
+            self.ref = self.builder.source(value, home, self.key)
 
 
 def _table(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:

@@ -15,27 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.image_files import ImageFile, ImageRef
-from tpips_reward.evaluation.pairing import (
-    Found,
-    Listing,
-    check_folder,
-    find_key,
-    find_path,
-    output_of,
-    source_of,
-    unexpected_files,
-)
-from tpips_reward.evaluation.rows import (
-    Dataset,
-    Problem,
-    Row,
-    by_model,
-    check_key,
-    check_model_name,
-    shared_files,
-    unique_rows,
-)
+from tpips_reward.evaluation.image_files import ImageRef
+from tpips_reward.evaluation.pairing import Pairing, folders_by_model
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
 from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
 from tpips_reward.rewards.aspects import check_disjoint, sample_aspects
 
@@ -61,10 +43,9 @@ def read_manifest(
     entries = _entries(manifest)
     if not entries:
         raise TPIPSError(f"{manifest} has no rows.")
-    places = by_model((name, Path(folder)) for name, folder in (folders or {}).items())
-    for name, folder in places.items():
-        check_folder(folder, f"of the model {name!r}")
-    listing, problems = Listing(), []
+    places = folders_by_model((folders or {}).items())
+    pairing = Pairing()
+    problems = pairing.problems
     parsed: list[Row] = []
     keys: list[tuple[str, object]] = []
     named: dict[str, None] = {}
@@ -86,8 +67,7 @@ def read_manifest(
             raise TPIPSError(f"The model {clash[0]!r} is in the manifest and has a folder; name one of them otherwise.")
         named.update(dict.fromkeys(fields["outputs"]))
         seen.update(fields["unknown"])
-        row, found = _row(fields, manifest.parent, places, listing, place)
-        problems += found
+        row = _row(fields, manifest.parent, places, pairing, place)
         if row is not None:
             parsed.append(row)
     rows, doubled = unique_rows(parsed, keys)
@@ -108,7 +88,7 @@ def read_manifest(
         if model not in mentioned[row.key]
     ]
     for name, folder in places.items():
-        problems += unexpected_files(folder, mentioned, listing, name)
+        pairing.list_unexpected(folder, mentioned, name)
     return Dataset(manifest.name, tuple(rows), models, tuple(problems), total_rows=len(entries))
 
 
@@ -169,13 +149,6 @@ def _names_an_image(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else hasattr(value, "read")
 
 
-def _find(value: str | ImageRef, home: Path, listing: Listing) -> Found | ImageRef:
-    """The file that a row names; an image that stands in the table is there already."""
-    if isinstance(value, ImageFile):
-        return find_path(value.path, listing)
-    return find_path(home / value.strip(), listing) if isinstance(value, str) else value
-
-
 def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, Any]:
     """A row's fields, checked.
 
@@ -224,29 +197,23 @@ def _aspect_field(entry: dict[str, Any], name: str) -> list[Any]:
     raise TPIPSError(f'"{name}" is {value!r}; give a list of aspects.')
 
 
-def _row(
-    fields: dict[str, Any], home: Path, folders: Mapping[str, Path], listing: Listing, place: str
-) -> tuple[Row | None, list[Problem]]:
+def _row(fields: dict[str, Any], home: Path, folders: Mapping[str, Path], pairing: Pairing, place: str) -> Row | None:
     key = fields["key"]
     try:
         preserve, target = row_aspects(fields["preserve"], fields["target"])
     except TPIPSError as error:
-        return None, [Problem("bad_aspects", f"{place}: {error}", key)]
-    source, problems = source_of(_find(fields["source"], home, listing), key)
-    outputs: dict[str, ImageRef] = {}
+        pairing.problems.append(Problem("bad_aspects", f"{place}: {error}", key))
+        return None
+    source = pairing.source(fields["source"], home, key)
+    outputs: dict[str, ImageRef | None] = {}
     for model, value in fields["outputs"].items():
         if value is None:
-            problems.append(Problem("missing_output", f"{place} names no output of {model}.", key, model))
-            continue
-        ref, found = output_of(_find(value, home, listing), key, model)
-        problems += found
-        if ref is not None:
-            outputs[model] = ref
+            pairing.problems.append(Problem("missing_output", f"{place} names no output of {model}.", key, model))
+        else:
+            outputs[model] = pairing.output(value, home, key, model)
     for model, folder in folders.items():
-        ref, found = output_of(find_key(folder, key, listing), key, model)
-        problems += found
-        if ref is not None:
-            outputs[model] = ref
+        outputs[model] = pairing.output_in(folder, key, model)
     if source is None:
-        return None, problems
-    return Row(key, source, fields["instruction"], outputs, preserve, target, fields["category"]), problems
+        return None
+    found = {model: ref for model, ref in outputs.items() if ref is not None}
+    return Row(key, source, fields["instruction"], found, preserve, target, fields["category"])

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, ImageRef
-from tpips_reward.evaluation.rows import Problem
+from tpips_reward.evaluation.rows import Problem, check_model_name
 
 
 @dataclass
@@ -102,41 +102,67 @@ def _no_file(path: Path) -> Found:
     return Found(None, "unreadable", f"{path} is {what}; name the image file that is meant.")
 
 
-def unexpected_files(folder: Path, keys: Iterable[str], listing: Listing, model: str) -> list[Problem]:
-    """Images in a folder of results that belong to no key."""
-    names = list(keys)
-    known = {key.casefold() for key in names}
-    places = {folder, *((folder / key).parent for key in names)}
-    problems = []
-    for place in sorted(places):
-        for name in sorted(listing.names(place)):
-            key = (place / _stem(name)).relative_to(folder).as_posix()
-            if is_image_name(name) and key.casefold() not in known:
-                detail = f"{place / name} belongs to no row."
-                problems.append(Problem("unexpected_file", detail, model=model, left_out=False))
-    return problems
+class Pairing:
+    """Finds the images that rows name, and lists in `problems` what is not as it should be. Each folder is read once."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._listing = Listing()
+
+    def source(self, value: str | ImageRef, home: Path, key: str) -> ImageRef | None:
+        """A row's source: a path relative to `home`, or an image that stands in a table."""
+        return self._take(self._find(value, home), "source", key)
+
+    def output(self, value: str | ImageRef, home: Path, key: str, model: str) -> ImageRef | None:
+        """A model's output, named as a source is."""
+        return self._take(self._find(value, home), "output", key, model)
+
+    def output_in(self, folder: Path, key: str, model: str, suffix: str | None = None) -> ImageRef | None:
+        """A model's output in a folder of results, by its key (`find_key`)."""
+        return self._take(find_key(folder, key, self._listing, suffix), "output", key, model)
+
+    def list_unexpected(self, folder: Path, keys: Iterable[str], model: str) -> None:
+        """Lists images in a folder of results that belong to no key."""
+        names = list(keys)
+        known = {key.casefold() for key in names}
+        places = {folder, *((folder / key).parent for key in names)}
+        for place in sorted(places):
+            for name in sorted(self._listing.names(place)):
+                key = (place / _stem(name)).relative_to(folder).as_posix()
+                if is_image_name(name) and key.casefold() not in known:
+                    detail = f"{place / name} belongs to no row."
+                    self.problems.append(Problem("unexpected_file", detail, model=model, left_out=False))
+
+    def _find(self, value: str | ImageRef, home: Path) -> Found | ImageRef:
+        if isinstance(value, ImageFile):
+            return find_path(value.path, self._listing)
+        return find_path(home / value.strip(), self._listing) if isinstance(value, str) else value
+
+    def _take(self, found: Found | ImageRef, role: str, key: str, model: str = "") -> ImageRef | None:
+        if not isinstance(found, Found):  # an image that stands in a table needs no search
+            return found
+        if found.kind:
+            kind = f"{found.kind}_{role}" if found.kind in ("missing", "unreadable") else found.kind
+            detail = f"Source: {found.detail}" if role == "source" else found.detail
+            self.problems.append(Problem(kind, detail, key, model, left_out=found.path is None))
+        return ImageFile(found.path) if found.path else None
 
 
-def output_of(found: Found | ImageRef, key: str, model: str) -> tuple[ImageRef | None, list[Problem]]:
-    """What a search for a model's output means for a row; an image that needs no search is passed on."""
-    if not isinstance(found, Found):
-        return found, []
-    if not found.kind:
-        return ImageFile(found.path) if found.path else None, []
-    kind = {"missing": "missing_output", "unreadable": "unreadable_output"}.get(found.kind, found.kind)
-    problem = Problem(kind, found.detail, key, model, left_out=found.path is None)
-    return (ImageFile(found.path) if found.path else None), [problem]
+def folders_by_model(given: Iterable[tuple[object, str | Path]]) -> dict[str, Path]:
+    """Each model's folder of results, by its name.
 
-
-def source_of(found: Found | ImageRef, key: str) -> tuple[ImageRef | None, list[Problem]]:
-    """What a search for a source means for a row; an image that needs no search is passed on."""
-    if not isinstance(found, Found):
-        return found, []
-    if not found.kind:
-        return ImageFile(found.path) if found.path else None, []
-    kind = {"missing": "missing_source", "unreadable": "unreadable_source"}.get(found.kind, found.kind)
-    problem = Problem(kind, f"Source: {found.detail}", key, left_out=found.path is None)
-    return (ImageFile(found.path) if found.path else None), [problem]
+    Raises:
+        TPIPSError: a name is none, two differ in blanks only, or a folder does not exist.
+    """
+    folders: dict[str, Path] = {}
+    for name, folder in given:
+        model = check_model_name(name)
+        if model in folders:
+            raise TPIPSError(f"Two models are called {model!r} but for blanks; rename one.")
+        folders[model] = Path(folder)
+    for model, folder in folders.items():
+        check_folder(folder, f"of the model {model!r}")
+    return folders
 
 
 def check_folder(folder: Path, what: str) -> None:

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import TypeVar
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
-
-T = TypeVar("T")
 
 #: Names of the controls start with this, so no model's may.
 CONTROL_PREFIX = "control: "
@@ -150,21 +147,6 @@ class Dataset:
     def with_rows(self, rows: Iterable[Row], problems: Sequence[Problem]) -> Dataset:
         """The same set with other rows, and with more problems."""
         return replace(self, rows=tuple(rows), problems=(*self.problems, *problems))
-
-
-def by_model(folders: Iterable[tuple[object, T]]) -> dict[str, T]:
-    """What belongs to each model, by its name.
-
-    Raises:
-        TPIPSError: a name is none, or two differ in blanks only.
-    """
-    found: dict[str, T] = {}
-    for given, value in folders:
-        name = check_model_name(given)
-        if name in found:
-            raise TPIPSError(f"Two models are called {name!r} but for blanks; rename one.")
-        found[name] = value
-    return found
 
 
 def check_model_name(name: object) -> str:

@@ -56,6 +56,11 @@ def table_files(path: Path) -> list[Path]:
     raise TPIPSError(f"{path} holds no table; give a file that ends in {', '.join(TABLE_SUFFIXES)}.")
 
 
+def table_folder(path: Path) -> Path:
+    """What paths in a table are relative to."""
+    return path if path.is_dir() else path.parent
+
+
 def read_text(path: Path) -> str:
     """A text file in UTF-8, with or without a byte order mark.
 

@@ -17,7 +17,7 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import Listing, find_path
 from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote, check_key, unique_rows
-from tpips_reward.evaluation.tables import parse_object, read_table, read_text
+from tpips_reward.evaluation.tables import parse_object, read_table, read_text, table_folder
 
 DIMENSIONS = ("overall", "preservation", "change")
 #: What EditScore's benchmark calls the dimensions.
@@ -196,7 +196,7 @@ def _bench_row(
 def _image(value: Any, table: Path, name: str, listing: Listing) -> ImageRef:
     """An image in the table, or a path relative to it."""
     if isinstance(value, str) and value.strip():
-        value = ImageFile((table if table.is_dir() else table.parent) / value.strip())
+        value = ImageFile(table_folder(table) / value.strip())
     if isinstance(value, ImageFile):
         found = find_path(value.path, listing)
         if found.path is None:
