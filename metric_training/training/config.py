@@ -18,7 +18,7 @@ from tpips_reward.fusion import FUSIONS
 
 SCHEDULES = ("cosine", "linear", "constant")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
-OBJECTIVES = ("votes", "scenes")
+OBJECTIVES = ("votes", "scenes", "embeddings")
 SCRATCH = "scratch"
 
 
@@ -38,6 +38,9 @@ class TrainConfig:
     )
     fusion: str = _setting("late", f"{', '.join(FUSIONS)}.")
     num_probes: int = _setting(20, "Mid fusion: probe layers, evenly spaced.")
+    probe_layers: list[int] | None = field(
+        default=None, metadata={"help": "Mid fusion: the probe layers themselves, counted from 1, instead of num_probes."}
+    )
     use_peft: bool = _setting(True, "LoRA on the language tower; else its decoder layers themselves are trained.")
     lora_r: int = _setting(16, "Rank.")
     lora_alpha: int = _setting(32, "Scale of the adapters, divided by the rank.")
@@ -63,7 +66,12 @@ class TrainConfig:
     )
     dataloader_num_workers: int = _setting(0, "Processes that read and decode ahead.")
     # optimisation
-    objective: str = _setting("votes", "'votes', or 'scenes': the vision tower alone learns procedural scenes' parameters.")
+    objective: str = _setting(
+        "votes",
+        "'votes'; or a start from scratch: 'scenes' (the vision tower alone learns procedural scenes' parameters) or "
+        "'embeddings' (mid fusion's image tokens learn the embeddings of --teacher).",
+    )
+    teacher: str | None = _setting(None, "Late metric whose embeddings objective 'embeddings' teaches.")
     num_train_epochs: float = _setting(1.0, "Passes over the data.")
     max_steps: int = _setting(-1, "Steps instead of epochs, where above 0.")
     per_device_train_batch_size: int = _setting(1, "Comparisons, with all their aspects, a process and pass.")
@@ -199,6 +207,14 @@ def check_config(config: TrainConfig) -> None:
     ):
         if getattr(config, name) not in known:
             raise TPIPSError(f"{name} must be one of {', '.join(known)}, not {getattr(config, name)!r}.")
+    if (config.objective == "embeddings") != (config.teacher is not None):
+        raise TPIPSError(
+            f"teacher and objective 'embeddings' belong together; got objective {config.objective!r} with teacher "
+            f"{config.teacher!r}."
+        )
+    for name, needed in (("probe_layers", config.probe_layers is not None), ("teacher", config.teacher is not None)):
+        if needed and config.fusion != "mid":
+            raise TPIPSError(f"{name} is for mid fusion; fusion is {config.fusion!r}.")
     trains_whole = not (config.use_peft and config.freeze_vision and config.freeze_embeddings and config.objective == "votes")
     if config.bf16 and trains_whole:
         raise TPIPSError(
@@ -216,12 +232,13 @@ def _check_type(config: TrainConfig, name: str, hint: Any) -> None:
     plain = [getattr(kind, "__origin__", kind) for kind in kinds if kind is not type(None)]
     if float in plain and type(value) is int:
         setattr(config, name, float(value))
-    elif type(value) not in (plain if hint not in (list[str], dict[str, float]) else [hint.__origin__]):
+    elif type(value) not in plain:
         raise TPIPSError(f"{name} must be of type {plain[0].__name__}, not {value!r}.")
-    texts = list(value) if isinstance(value, list | dict) else []
+    parts = list(value) if isinstance(value, list | dict) else []
     numbers = list(value.values()) if isinstance(value, dict) else []
-    wrong = [part for part in texts if type(part) is not str]
+    whole = list[int] in kinds
+    wrong = [part for part in parts if type(part) is not (int if whole else str)]
     wrong += [part for part in numbers if type(part) not in (int, float) or not 0 <= part < math.inf]
     if wrong:
-        what = "names with a number of at least 0 each" if numbers else "a list of names"
+        what = "names with a number of at least 0 each" if numbers else f"a list of {'whole numbers' if whole else 'names'}"
         raise TPIPSError(f"{name} must be {what}; it holds {wrong[0]!r}.")

@@ -39,11 +39,11 @@ def build_fusion(config: TrainConfig) -> FusionModule:
         torch.manual_seed(config.seed)
         fusion = _fusion(config)
         fusion.requires_grad_(False)
-        own = list(fusion.own_state())
+        own = [] if config.objective == "embeddings" else list(fusion.own_state())  # a distance has no part in those
         for name, parameter in fusion.named_parameters():
             parameter.requires_grad_(name in own)
         model = fusion.backbone.model
-        if config.objective == "votes":
+        if config.objective != "scenes":
             _open_language(model, config)
         model.visual.requires_grad_(config.objective == "scenes" or not config.freeze_vision)
     fusion.token_budget = config.token_budget
@@ -83,8 +83,8 @@ def _fusion(config: TrainConfig) -> FusionModule:
             backbone = metric.backbone
         else:
             backbone = load_backbone(config.model_name_or_path, dtype)
-    options = {"num_probes": config.num_probes} if config.fusion == "mid" else {}
-    fusion: FusionModule = FUSIONS[config.fusion](backbone, **options)
+    options = {"num_probes": config.num_probes, "probe_layers": config.probe_layers}
+    fusion: FusionModule = FUSIONS[config.fusion](backbone, **options if config.fusion == "mid" else {})
     if config.fusion == "early":
         # the scale of a token: a register of unit variance would outweigh what the layers add to it
         last = fusion.prompts.full(None)[-1]  # type: ignore[union-attr, operator]

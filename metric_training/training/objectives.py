@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from metric_training.attributes import AttributeHead, aspect_weights, attribute_loss, attribute_targets
 from metric_training.losses import odd_one_out_losses, pair_similarities
 from metric_training.training.config import TrainConfig
+from metric_training.training.embeddings import EmbeddingObjective
 from metric_training.training.examples import PROCEDURAL, Example, FreshScenes, Picture, VoteExamples
 from tpips_reward import TPIPSError
 from tpips_reward.fusion.base import FusionModule
@@ -45,6 +46,8 @@ def build_objective(config: TrainConfig, fusion: FusionModule) -> Objective:
     """
     if config.objective == "scenes":
         return SceneObjective(config, fusion)
+    if config.objective == "embeddings":
+        return EmbeddingObjective(config, fusion)
     if config.attribute_weight == 0:
         return VoteObjective(config, fusion)
     if config.dataset_name != PROCEDURAL or not isinstance(fusion, LateFusion):

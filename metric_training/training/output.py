@@ -89,6 +89,12 @@ def write_metrics(folder: Path) -> None:
             write_text(folder / name / "README.md", card(metric, saved, validations(folder), folder / name))
 
 
+def _learnt(config: TrainConfig) -> str:
+    if config.objective == "scenes":
+        return "the parameters of procedural scenes"
+    return config.dataset_name if config.teacher is None else f"{config.dataset_name} with embeddings of {config.teacher}"
+
+
 def validations(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that have a validation."""
     path = folder / LOG
@@ -119,7 +125,7 @@ def card(metric: Metric, saved: dict[str, Any], records: list[dict[str, Any]], f
         folder=folder,
         scores=describe_scores(metric),
         start=config.model_name_or_path,
-        data=config.dataset_name if config.objective == "votes" else "the parameters of procedural scenes",
+        data=_learnt(config),
         share="" if config.train_share == 1 else f", {config.train_share:.0%} of it",
         steps=saved["step"],
         minutes=saved["seconds"] / 60,

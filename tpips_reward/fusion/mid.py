@@ -175,14 +175,18 @@ class MidFusion(TextFirstFusion):
             left = [job for job in left if not done.issuperset(job)]
             yield batch, ready
 
-    def _activations(self, nodes: list[_Node], features: Shared[View, ImageFeatures]) -> list[Activations]:
-        seen = [node.view for node in nodes]
-        found = self._run([node.aspect for node in nodes], features.get(seen))
-        features.release(seen)
-        return found
+    def activations(self, aspects: Sequence[str | None], features: list[ImageFeatures]) -> list[Activations]:
+        """One causal pass of each image behind its aspect, padded on the right, where no earlier token sees it.
 
-    def _run(self, aspects: list[str | None], features: list[ImageFeatures]) -> list[Activations]:
-        """One causal pass of each image behind its aspect, padded on the right, where no earlier token sees it."""
+        Args:
+            aspects, features: (N,) each, of `Backbone.encode_images`; all in one pass.
+
+        Returns:
+            (N,) what distances need.
+
+        Raises:
+            TPIPSError: a bad aspect.
+        """
         image_id = self.backbone.config.image_token_id
         rows = [list(self.prompts.full(aspect)) for aspect in aspects]
         starts = [row.index(image_id) for row in rows]
@@ -208,6 +212,12 @@ class MidFusion(TextFirstFusion):
             self._read([state[index, : len(row)] for state in probed], start, count)
             for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True))
         ]
+
+    def _activations(self, nodes: list[_Node], features: Shared[View, ImageFeatures]) -> list[Activations]:
+        seen = [node.view for node in nodes]
+        found = self.activations([node.aspect for node in nodes], features.get(seen))
+        features.release(seen)
+        return found
 
     def _read(self, states: list[Tensor], start: int, count: int) -> Activations:
         """Probed states (L, D) of one pass, whose image tokens are `count` from `start` on -> what distances need."""
