@@ -19,8 +19,8 @@ import torch
 from metric_training.evaluate import as_markdown, compare
 from metric_training.evaluation.report import check_outputs
 from metric_training.training.config import TrainConfig
-from metric_training.training.output import describe_scores, trained_metric
-from metric_training.training.state import BEST, STATE
+from metric_training.training.output import describe_scores, saved_config, trained_metric
+from metric_training.training.state import BEST, STATE, load_checkpoint
 from tpips_reward import Metric, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import exit_on_errors
@@ -42,9 +42,9 @@ aspects. It is there to run, test and demonstrate everything without a download;
 
 - Images are brought to about 64 x 64 pixels' area. {scores}
 - `change_scale`, the 1 - f that nine in ten true edits exceed in the aspect that they change: {change_scale:.4f}.
-- Training: weights of the {checkpoint} after {steps} steps, {minutes:.0f} minutes on one thread of a shared two-core CPU, seed {seed}:
-  `accelerate launch metric_training/train.py --config metric_training/configs/{config}.yaml`, then
-  `python -m metric_training.export --run runs/{config} --output tpips_reward/builtin/{fusion}{options}`.
+- Training: {stages}; weights of the {checkpoint}. On one thread of a shared two-core CPU, each by `accelerate launch metric_training/train.py --config
+  metric_training/configs/NAME.yaml`; then `python -m metric_training.export --run runs/{config} --output
+  tpips_reward/builtin/{fusion}{options}`.
 - Weights are stored in bfloat16{base}; the figures are those of the stored weights.
 
 Agreement with simulated voters on fresh scenes (`python -m metric_training.evaluate --metric {name} --triplets {triplets}`);
@@ -76,7 +76,8 @@ def export(
     metric, saved = trained_metric(run / CHECKPOINTS[checkpoint])
     metric.fusion.to(torch.bfloat16).to(torch.float32)
     change_scale = measure_change_scale(metric, samples=edits)
-    config = TrainConfig(**saved["config"])
+    stages = _stages(saved, run / CHECKPOINTS[checkpoint])
+    config = stages[-1][0]
     name = f"builtin:{config.fusion}"
     rounded = Metric(metric.fusion, change_scale=change_scale, info={"name": name, "license": "apache-2.0"})
     rounded.save_pretrained(output, dtype=torch.bfloat16, base=base)
@@ -96,14 +97,15 @@ def export(
         article="An" if config.fusion == "early" else "A",
         fusion=config.fusion,
         parameters=sum(p.numel() for p in stored.fusion.parameters()) / 1e6,
-        start=f"trained from `{config.model_name_or_path}`",
+        start=f"trained from `{stages[0][0].model_name_or_path}`",
         scores=describe_scores(stored),
         change_scale=change_scale,
-        checkpoint="best validation," if checkpoint == "best" else "last step,",
-        steps=saved["step"],
-        minutes=saved["seconds"] / 60,
-        seed=config.seed,
-        config=f"builtin_{config.fusion}",
+        stages=", then ".join(
+            f"`{Path(stage.output_dir).name}` ({done['step']} steps, {done['seconds'] / 60:.0f} minutes, seed {stage.seed})"
+            for stage, done in stages
+        ),
+        checkpoint="best validation" if checkpoint == "best" else "last step",
+        config=Path(config.output_dir).name,
         options="" if base is None else f" --base {base}",
         base="" if base is None else f", and only those that differ from {base}'s",
         triplets=triplets,
@@ -111,6 +113,19 @@ def export(
     )
     write_text(output / "README.md", card)
     return figures
+
+
+def _stages(saved: dict[str, Any], path: Path) -> list[tuple[TrainConfig, dict[str, Any]]]:
+    """The settings and the state of each training of a checkpoint, those that it started from first."""
+    found, seen = [(saved_config(saved, path), saved)], {path.resolve()}
+    while True:
+        start = Path(found[0][0].model_name_or_path)
+        path = start.parent / CHECKPOINTS.get(start.name, "")
+        if not path.is_file() or path.resolve() in seen:  # no run of ours, or one that was trained anew since
+            return found
+        seen.add(path.resolve())
+        state = load_checkpoint(path, {"step", "seconds", "config"})
+        found.insert(0, (saved_config(state, path), state))
 
 
 @exit_on_errors()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from metric_training import train
 from metric_training.builtin_model import build_late_fusion
+from metric_training.export import export
 from metric_training.training.config import TrainConfig
 from metric_training.training.embeddings import EmbeddingObjective
 from metric_training.training.model import build_fusion
@@ -105,6 +106,9 @@ def test_votes_go_on_from_such_a_start(start: str, teacher: str, tmp_path: Path)
     second = load_metric(tmp_path / "votes" / "last", device="cpu")
     assert second.fusion.probe_layers == [1, 2]
     assert not torch.equal(second.fusion.own_state()["head.layer_logits"], torch.zeros(2))
+    export(tmp_path / "votes", tmp_path / "shipped", triplets=2, edits=4)
+    card = (tmp_path / "shipped" / "README.md").read_text()
+    assert "Training: `tokens` (2 steps, 0 minutes, seed 0), then `votes` (1 steps" in card and f"trained from `{start}`" in card
 
 
 @pytest.mark.parametrize(
