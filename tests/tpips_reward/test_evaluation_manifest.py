@@ -336,6 +336,23 @@ def test_a_folder_in_place_of_an_image_is_called_one(manifest, name):
     assert [row.key for row in dataset.rows] == ["000", "001", "003"] and "good" not in dataset.rows[1].outputs
 
 
+@pytest.mark.parametrize("name", ["mod\udce8le", "half \ud83d"])
+def test_a_model_whose_name_is_no_unicode(tmp_path, name):
+    """It would be lost, with the whole report, when the files are written."""
+    manifest = folder_manifest(tmp_path, ("1",))
+    with pytest.raises(TPIPSError, match="half a character or one of another encoding"):
+        read_manifest(manifest, {name: tmp_path})
+
+
+def test_a_link_to_itself_costs_no_other_file(tmp_path):
+    manifest = folder_manifest(tmp_path, ("1", "2"))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/1.png").symlink_to(tmp_path / "m/1.png")
+    Image.new("RGB", (32, 32)).save(tmp_path / "m/2.png")
+    dataset = read_manifest(manifest, {"m": tmp_path / "m"})
+    assert kinds(dataset) == {"unreadable_output": 1} and [row.key for row in dataset.rows if row.outputs] == ["2"]
+
+
 def test_what_is_no_file_in_a_folder_of_outputs(tmp_path):
     manifest = folder_manifest(tmp_path, ("1", "2"))
     (tmp_path / "m/1.png").mkdir(parents=True)

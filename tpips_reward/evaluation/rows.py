@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
+from tpips_reward.prompts import is_text
 
 #: Names of the controls start with this, so no model's may.
 CONTROL_PREFIX = "control: "
@@ -153,10 +154,12 @@ def check_model_name(name: object) -> str:
     """A model's name, stripped.
 
     Raises:
-        TPIPSError: it is no text, empty, or looks like a control's.
+        TPIPSError: it is no text, empty, no Unicode, or looks like a control's.
     """
     if not isinstance(name, str) or not name.strip():
         raise TPIPSError(f"A model's name is {name!r}; give it a short name.")
+    if not is_text(name):  # a folder's name in another encoding
+        raise TPIPSError(f"The model's name {name!r} holds half a character; rename it.")
     if name.strip().lower().startswith(CONTROL_PREFIX.strip()):
         raise TPIPSError(f"A model is called {name!r}, which is how the report names its controls; rename it.")
     return name.strip()
@@ -171,7 +174,7 @@ def check_key(key: object) -> str:
     if isinstance(key, bool) or not isinstance(key, str | int) or not str(key).strip():
         raise TPIPSError(f"The key is {key!r}; give a short text or a number.")
     text = str(key).strip()
-    if text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
+    if not is_text(text):
         raise TPIPSError(f"The key {text!r} holds half a character; give a short text or a number.")
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
