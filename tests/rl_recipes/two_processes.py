@@ -39,14 +39,14 @@ def run_two(script: str, *arguments: str, **environment: str) -> list[tuple[int,
     with ThreadPoolExecutor(2) as pool:
         texts = [pool.submit(process.communicate) for process in both]
         try:
-            wait(texts, timeout=900, return_when=FIRST_COMPLETED)
+            wait(texts, timeout=400, return_when=FIRST_COMPLETED)
             failed = any(process.poll() for process in both)
             # Where one has failed, the other may wait for it for ever: it is given the time to fail by itself.
-            wait(texts, timeout=20 if failed else 900)
+            wait(texts, timeout=20 if failed else 400)
             waiting = not failed and any(process.poll() is None for process in both)
         finally:
             for process in both:
                 process.kill()
     if waiting:
-        pytest.fail("two processes have not ended in 15 minutes: do they wait for one another?")
+        pytest.fail("two processes have not ended in 400 seconds: do they wait for one another?")
     return [(process.returncode, *text.result()) for process, text in zip(both, texts, strict=True)]
