@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
+from accelerate.utils import InitProcessGroupKwargs, is_tensorboard_available, is_trackio_available, is_wandb_available
+from transformers.integrations import unset_hf_deepspeed_config
 
 from rl_recipes import sharding, zero
 from rl_recipes.config import Arguments, ConfigError
@@ -34,10 +35,13 @@ def build_accelerator(args: Arguments) -> Accelerator:
     }  # fmt: skip
     if g.report_to != "none" and not trackers[g.report_to]():
         raise ConfigError(f"--report_to {g.report_to} needs that package: pip install {g.report_to}")
+    has_device = torch.accelerator.is_available()
     accelerator = Accelerator(
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other; with it,
         # accelerate would overlook DeepSpeed.
-        cpu=not torch.accelerator.is_available() and not zero.asked(),
+        cpu=not has_device and not zero.asked(),
+        # Without a GPU accelerate finds no backend for DeepSpeed, and would take every process for the main one.
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if not has_device and zero.asked() else None,
         log_with=None if g.report_to == "none" else g.report_to,
         project_dir=os.path.join(g.output_dir, "logs"),
     )
@@ -54,6 +58,8 @@ def build_accelerator(args: Arguments) -> Accelerator:
     if zero.is_zero(accelerator):
         # accelerate leaves mixed precision to DeepSpeed, which would cast the adapter; these recipes use autocast.
         accelerator.native_amp = accelerator.mixed_precision == "bf16"
+        # Under ZeRO-3 transformers would share out whatever it loads, the metric too; the transformer is shared out later.
+        unset_hf_deepspeed_config()
     if not accelerator.is_main_process:
         logging.getLogger("rl_recipes").setLevel(logging.ERROR)
     set_threads(accelerator, g.threads)

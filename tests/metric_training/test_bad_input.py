@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "wrong label": (row(factor={"label": "p0"}), "label"),
     "label of another type": (row(factor={"label": 3}), "must be one of p0, p1, p2, not 3"),
     "probs of another type": (row(factor={"probs": {"a": 1}}), "probs must be 3 numbers"),
+    "a number for probs": (row(factor={"probs": 1}), "probs must be 3 numbers"),
     "blank name": (row(factor={"name": " "}), "must have a name"),
     "no factors": (row(factors=None), "'factors' must be a list of objects, not None"),
     "deep text": (row(factors="[" * 100_000), "'factors' must be a list of objects; this text is not JSON"),
@@ -102,17 +104,25 @@ def test_bad_rows_are_listed_and_the_others_used(case: str, pictures: Path) -> N
     assert [comparison.key for comparison in data.comparisons] == ["line 1"]
 
 
+NO_SHARE, NO_COUNTS = "must be a share in [0, 1]", "left_vote and right_vote must be counts of votes"
+
+
 @pytest.mark.parametrize(
-    "votes",
-    [{"y": 2}, {"y": float("nan")}, {"y": OVERFLOWING}, {"y": "9" * 5000}, {"y": "many"}, {"y": [OVERFLOWING, 0.5]}]
-    + [{"left_vote": value, "right_vote": 1} for value in (float("nan"), float("inf"), OVERFLOWING, "many", -1)],
-)
-def test_votes_that_are_none_are_listed(votes: dict[str, Any], pictures: Path) -> None:
+    ("votes", "message"),
+    [
+        ({"y": 2}, NO_SHARE), ({"y": float("nan")}, NO_SHARE), ({"y": OVERFLOWING}, NO_SHARE),
+        ({"y": "9" * 5000}, "must be two numbers or a share"), ({"y": "many"}, "must be two numbers or a share"),
+        ({"y": [OVERFLOWING, 0.5]}, "must be at least 0 and finite"),
+        ({"left_vote": "many", "right_vote": 1}, "'left_vote' must be a number"),
+        *[({"left_vote": left, "right_vote": 1}, NO_COUNTS) for left in (float("nan"), float("inf"), OVERFLOWING, -1, -0.5)],
+    ],
+)  # fmt: skip
+def test_votes_that_are_none_are_listed(votes: dict[str, Any], message: str, pictures: Path) -> None:
     good: dict[str, Any] = {"y": 0.2} if "y" in votes else {"left_vote": 1, "right_vote": 0}
     lines = [{"ref": f"{n}.png", "left": f"{n + 1}.png", "right": f"{n + 2}.png", **v} for n, v in ((0, good), (3, votes))]
     data = load_data(written(pictures, *lines))
-    assert len(data.comparisons) == 1 and [line for line, _ in data.problems.found] == [2]
-    assert len(data.problems.found[0][1]) < 400
+    ((line, found),) = data.problems.found
+    assert len(data.comparisons) == 1 and line == 2 and message in found and len(found) < 400
 
 
 @pytest.mark.parametrize(
@@ -199,8 +209,12 @@ def test_benchmarks_with_values_of_another_type(name: str, files: dict[str, str]
 def test_outputs_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_outputs(tmp_path / "new" / "folder", tmp_path / "file.json")
     (tmp_path / "file").touch()
-    for arguments in ((tmp_path / "file",), (tmp_path / "file" / "below",), (None, tmp_path / "file" / "x.json"), (None, tmp_path)):
-        with pytest.raises(TPIPSError, match="for the output"):
+    file, folder = "cannot be a folder, since .*file is a file", "is a folder; name a file"
+    for arguments, message in (
+        ((tmp_path / "file",), file), ((tmp_path / "file" / "below",), file), ((None, tmp_path / "file" / "x.json"), file),
+        ((None, tmp_path), folder),
+    ):  # fmt: skip
+        with pytest.raises(TPIPSError, match=f"{message}.* for the output"):
             check_outputs(*arguments)  # type: ignore[arg-type]
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(TPIPSError, match=f"{tmp_path} may not be written to; mend its rights"):
@@ -357,22 +371,18 @@ def test_settings_that_cannot_be_used_cost_no_earlier_run(start: str, finished: 
     assert (folder / STATE).read_bytes() == (finished / STATE).read_bytes() and load_metric(folder / "last", device="cpu")
 
 
-def test_overwriting_takes_away_what_would_pass_for_the_new_run(start: str, finished: Path, tmp_path: Path) -> None:
+def test_overwriting_takes_away_what_would_pass_for_the_new_run(
+    start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     (folder / ".tmp-killed.pt").touch()
     (folder / "notes.txt").touch()
     seen: list[set[str]] = []
-
-    class Stops:
-        @property
-        def requested(self) -> bool:
-            seen.append({path.name for path in folder.iterdir()})
-            return True
-
+    monkeypatch.setattr(train, "open_tracker", lambda *_: seen.append({path.name for path in folder.iterdir()}))
     with pytest.raises(train.Interrupted):
-        train.run(tiny(start, folder, overwrite=True), Stops())  # type: ignore[arg-type]
-    assert seen[0] == {"config.yaml", "log.jsonl", "notes.txt"}
+        train.run(tiny(start, folder, overwrite=True), SimpleNamespace(requested=True))  # type: ignore[arg-type]
+    assert seen == [{"config.yaml", "notes.txt"}]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -424,7 +434,8 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(start: str, tmp_path: P
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / STATE, {"step": 1})
 
-    def full(*_: Any) -> None:
+    def full(content: Any, path: Path) -> None:
+        path.write_bytes(b"half")
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
 
     monkeypatch.setattr(torch, "save", full)

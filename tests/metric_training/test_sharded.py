@@ -31,7 +31,7 @@ SETTINGS = Path(train.__file__).parent / "accelerate" / "fsdp2.yaml"
 
 
 def one_step(config: TrainConfig, shard: bool) -> dict[str, Any]:
-    """The training state after a step, after saving and restoring it once on the way."""
+    """The training state after two steps; a sharded one is lost on the way, and restored from what was saved."""
     objective = build_objective(config, build_fusion(config))
     model = objective.model
     if shard:
@@ -52,7 +52,8 @@ def one_step(config: TrainConfig, shard: bool) -> dict[str, Any]:
             box = [state if torch.distributed.get_rank() == 0 else None]
             torch.distributed.broadcast_object_list(box)
             state = box[0]  # type: ignore[assignment]
-        if step == 0:
+        if shard and step == 0:
+            optimizer.state.clear()
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.requires_grad:

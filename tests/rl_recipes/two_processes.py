@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,17 @@ def run_two(script: str, *arguments: str, **environment: str) -> list[tuple[int,
         )
         for rank in "01"
     ]  # fmt: skip
-    try:
-        texts = [process.communicate(timeout=900) for process in both]
-    except subprocess.TimeoutExpired:
-        pytest.fail("two processes have not ended in 15 minutes: do they wait for one another?")
-    finally:
-        for process in both:
-            process.kill()
-    return [(process.returncode, *text) for process, text in zip(both, texts, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        texts = [pool.submit(process.communicate) for process in both]
+        try:
+            wait(texts, timeout=400, return_when=FIRST_COMPLETED)
+            failed = any(process.poll() for process in both)
+            # Where one has failed, the other may wait for it for ever: it is given the time to fail by itself.
+            wait(texts, timeout=20 if failed else 400)
+            waiting = not failed and any(process.poll() is None for process in both)
+        finally:
+            for process in both:
+                process.kill()
+    if waiting:
+        pytest.fail("two processes have not ended in 400 seconds: do they wait for one another?")
+    return [(process.returncode, *text.result()) for process, text in zip(both, texts, strict=True)]

@@ -40,15 +40,22 @@ def everything(connection: socket.socket) -> bytes:
     return answer
 
 
+def more(connection: socket.socket) -> bytes:
+    """What comes next; a connection that has ended would give nothing for ever."""
+    chunk = connection.recv(65536)
+    assert chunk, "the server has ended the connection in the middle of an answer"
+    return chunk
+
+
 def one_answer(connection: socket.socket) -> bytes:
     """One whole answer of a connection that stays open."""
     answer = b""
     while b"\r\n\r\n" not in answer:
-        answer += connection.recv(65536)
+        answer += more(connection)
     head, _, body = answer.partition(b"\r\n\r\n")
     length = next(int(entry.split(b":")[1]) for entry in head.lower().split(b"\r\n") if entry.startswith(b"content-length"))
     while len(body) < length:
-        body += connection.recv(65536)
+        body += more(connection)
     return head + b"\r\n\r\n" + body
 
 
@@ -277,7 +284,7 @@ def test_half_sent_bodies_do_not_take_the_places_of_others():
 
 def test_an_upload_that_is_under_way_keeps_its_place():
     body = json.dumps(request_of(1)).encode()
-    with running([LocalWorker()], limits=Limits(connections=1)) as address, line(address) as client:
+    with running([LocalWorker()], limits=Limits(connections=1, head_seconds=3)) as address, line(address) as client:
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
         for part in (body[:10], body[10:20]):
             client.sendall(part)
