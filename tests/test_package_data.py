@@ -36,7 +36,7 @@ def test_no_config_names_the_folder_it_was_loaded_from() -> None:
     assert configs and not [p for p in configs if '"_name_or_path"' in p.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("name", ["late", "early"])
+@pytest.mark.parametrize("name", ["late", "mid", "early"])
 def test_the_built_in_metrics_tell_colors_apart(name: str) -> None:
     metric = load_metric(f"builtin:{name}", device="cpu")
     figures = json.loads((FOLDERS[0] / name / "figures.json").read_text())
@@ -73,9 +73,10 @@ def test_the_built_in_editor_follows_instructions() -> None:
     assert np.mean(success) >= 0.70
 
 
-def test_the_built_in_metric_agrees_with_votes() -> None:
+@pytest.mark.parametrize("name", ["late", "mid", "early"])
+def test_the_built_in_metrics_agree_with_votes(name: str) -> None:
     """Within 6 points of consensus, and 20 above pixel L2 and its own untrained backbone, as README has it from ten times as many."""
-    rows = compare(load_metric("builtin:late", device="cpu"), 60, 0)
+    rows = compare(load_metric(f"builtin:{name}", device="cpu"), 60, 0)
     assert len(rows) == 4
     agreement = {name: row["agreement"] for name, row in rows.items()}
     known, new, *baselines = agreement.values()

@@ -178,7 +178,7 @@ def resolve(source: str, hub: dict[str, Any]) -> Path:
     if _is_hub_id(source):
         return _from_hub(source, [*SMALL_FILES, "*.pt", "*.safetensors"], hub)
     raise TPIPSError(
-        f"The metric {source!r} is no folder and no Hub id (owner/name); known names are builtin:late, builtin:early and "
+        f"The metric {source!r} is no folder and no Hub id (owner/name); known names are builtin:late (or mid, early) and "
         f"{_RELEASED_NAMES}."
     )
 

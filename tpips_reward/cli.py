@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tpips_reward.metric import Metric
 
 BAD_INPUT = 2
-METRIC_HELP = "builtin:late, released:late (mid, early), a Hub id or a folder"
+METRIC_HELP = "builtin:late, released:late (or mid, early), a Hub id or a folder"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--output", type=Path, required=True, help="folder for the report")
     command.add_argument(
-        "--metric", default="builtin:late", help="builtin:late, released:late (mid, early), a Hub id or a folder"
+        "--metric", default="builtin:late", help="builtin:late, released:late (or mid, early), a Hub id or a folder"
     )
     command.add_argument("--layout", choices=LAYOUTS, default="manifest", help="what INPUT is (default: manifest)")
     command.add_argument("--benchmark", type=Path, help="gedit, gedit-v2, imgedit: the benchmark's own table")

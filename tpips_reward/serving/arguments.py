@@ -12,7 +12,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--reward", default="tpips:preserve", help="for requests that name none (default: tpips:preserve)"
     )
     command.add_argument(
-        "--metric", default="builtin:late", help="builtin:late, released:late (mid, early), a Hub id or a folder"
+        "--metric", default="builtin:late", help="builtin:late, released:late (or mid, early), a Hub id or a folder"
     )
     command.add_argument("--gate", default="change", help="change or none, as in docs/rewards.md (default: change)")
     command.add_argument("--gate-threshold", type=float, help="the change that opens the gate (default: the metric's)")

@@ -18,6 +18,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--every", type=int, default=1, help="take each N-th frame only (default: 1)")
     command.add_argument("--fps", type=float, default=24.0, help="of a folder of frames (default: 24)")
-    command.add_argument("--metric", default="builtin:late", help="builtin:late, released:late (mid, early) ...")
+    command.add_argument("--metric", default="builtin:late", help="builtin:late, released:late (or mid, early) ...")
     command.add_argument("--batch-images", type=int, default=32, help="frames in one call of the metric (default: 32)")
     command.add_argument("--overwrite", action="store_true", help="replace a timeline that is there")
