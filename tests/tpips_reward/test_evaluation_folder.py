@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from evaluation_files import write_edits
+from evaluation_files import read_lines, write_edits, write_lines
 from evaluation_runs import run
 from fake_metrics import RegionMetric
 
 import tpips_reward.cli
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation import Settings, evaluate, read_manifest
+from tpips_reward.evaluation import Settings, evaluate, read_gedit_v2, read_manifest, read_vcreward_bench, read_votes
 
 
 def test_a_folder_that_exists_is_refused(manifest, tmp_path):
@@ -80,6 +82,68 @@ def test_a_report_never_replaces_its_manifest(tmp_path, capsys):
     before = manifest.read_bytes()
     assert tpips_reward.cli.main(["evaluate", str(manifest), "--output", str(manifest.parent), "--overwrite"]) == 2
     assert "which it is made from" in capsys.readouterr().err and manifest.read_bytes() == before
+    with pytest.raises(TPIPSError, match=r"would replace .*rows.csv, which it is made from; give another --output"):
+        run(manifest, manifest.parent, overwrite=True)
+    assert manifest.read_bytes() == before
+
+
+def without_aspects(manifest):
+    """Aspects are proposed, so that their file is written."""
+    return write_lines(manifest, [{k: v for k, v in line.items() if k != "preserve"} for line in read_lines(manifest)])
+
+
+def refused(call, aspects, *kept):
+    """The call does not replace what it reads."""
+    before = [path.read_bytes() for path in kept]
+    with pytest.raises(TPIPSError, match="which it is made from"):
+        call(aspects)
+    assert [path.read_bytes() for path in kept] == before
+
+
+def test_proposed_aspects_never_replace_what_is_read(tmp_path, capsys):
+    manifest = without_aspects(write_edits(tmp_path / "data", 2))
+    home, out = manifest.parent, tmp_path / "out"
+    votes = write_lines(home / "votes.jsonl", [{"key": "000", "first": "good", "second": "drifting", "vote": "first"}])
+    (home / "link.jsonl").symlink_to(manifest)
+
+    def call(aspects):
+        evaluate(read_votes(votes, read_manifest(manifest)), RegionMetric(), out, aspects_file=aspects, overwrite=True)
+
+    for path in (manifest, home / "../data/edits.jsonl", home / "link.jsonl", votes, home / "in/000.png", home / "good/001.png"):
+        refused(call, path, manifest, votes, home / "in/000.png", home / "good/001.png")
+    refused(call, out / "report.md", manifest)
+    assert not out.exists()
+    argv = ["evaluate", str(manifest), "--output", str(out), "--aspects", str(manifest)]
+    assert tpips_reward.cli.main(argv) == 2 and "give another --aspects" in capsys.readouterr().err
+    named = manifest.rename(home / "aspects.jsonl")
+    refused(lambda aspects: run(named, home, aspects_file=aspects, overwrite=True), None, named)
+
+
+def test_no_benchmarks_table_is_replaced(tmp_path):
+    lines = read_lines(write_edits(tmp_path / "data", 2))
+    home = tmp_path / "data"
+    images = [[line["outputs"]["good"], line["outputs"]["drifting"]] for line in lines]
+    same = [{"key": line["key"], "instruction": "", "source_image": line["source"], "task": "x"} for line in lines]
+    voted = write_lines(home / "voted.jsonl", [{**row, "edited_images": pair, "winner": "Image A"}
+                                               for row, pair in zip(same, images, strict=True)])  # fmt: skip
+    table = write_lines(home / "table.jsonl", same)
+    listed = write_lines(home / "metadata.jsonl", [{"key": row["key"], "candidates": [{"model": "a", "image": pair[0]}]}
+                                                   for row, pair in zip(same, images, strict=True)])  # fmt: skip
+    for dataset, files in ((read_vcreward_bench(voted), [voted]), (read_gedit_v2(home, table), [listed, table])):
+        for file in files:
+            refused(lambda aspects, rows=dataset: evaluate(rows, RegionMetric(), tmp_path / "out", aspects_file=aspects), file, file)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_no_image_is_replaced_by_a_report(manifest, tmp_path, link):
+    folder = tmp_path / "report"
+    run(manifest, folder)
+    lines = read_lines(manifest)
+    scores = next((folder / "cache").glob("*/*.json"))
+    for place in (folder / "report.md", scores):
+        place.unlink()
+        link(manifest.parent / lines[0]["source"], place)
+        refused(lambda _: run(manifest, folder, overwrite=True), None, place)
 
 
 def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):

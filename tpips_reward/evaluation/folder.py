@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.rows import Dataset
 from tpips_reward.files import TEMPORARY
 
 CACHE_NAME = "cache"
@@ -15,6 +18,45 @@ REPORT_NAMES = ("report.html", "report.json", "report.md", "summary.csv", "rows.
                 "problems.csv")  # fmt: skip
 #: `ScoreCache` keeps a folder a metric, and in it a file a source.
 _METRIC, _SCORES = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}\.json")
+
+
+def keep_inputs(dataset: Dataset, folder: Path, aspects: Path) -> None:
+    """Refuses an evaluation that would replace what it reads.
+
+    Args:
+        dataset: what is to be scored.
+        folder: of the report; need not exist.
+        aspects: the file of proposed aspects, which is read and written.
+
+    Raises:
+        TPIPSError: a file of the data set is the aspects file, or it or the aspects file is one that a report has, under
+            whatever path; the folder cannot be read.
+    """
+    files = list(dataset.files())
+    try:
+        report = [*(folder / name for name in REPORT_NAMES), *_cached(folder / CACHE_NAME)]
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    keep_files([*files, aspects], report, "The report", "--output")
+    keep_files(files, [aspects], "The file of proposed aspects", "--aspects")
+
+
+def keep_files(read: Iterable[Path], written: Iterable[Path], what: str, option: str) -> None:
+    """Refuses to write files that are read.
+
+    Args:
+        read: files that must stay.
+        written: files that will be replaced or removed where they exist.
+        what: is written, for the message.
+        option: that names another place for it.
+
+    Raises:
+        TPIPSError: a file is in both, under whatever path.
+    """
+    taken = {_identity(path) for path in written}
+    for path in read:
+        if _identity(path) in taken:
+            raise TPIPSError(f"{what} would replace {path}, which it is made from; give another {option}.")
 
 
 def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
@@ -44,7 +86,7 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TPIPSError(f"The folder {folder} cannot be used: {error.strerror or error}.") from error
+        raise _unusable(folder, error) from error
     return folder
 
 
@@ -60,6 +102,15 @@ def clear_folder(folder: Path) -> None:
         _clear_cache(folder / CACHE_NAME)
     except OSError as error:
         raise TPIPSError(f"The folder {folder} cannot be cleared: {error.strerror or error}.") from error
+
+
+def _identity(path: Path) -> tuple[int, int] | str:
+    """What is the same for all the paths of a file: links, and another case on file systems that ignore it."""
+    try:
+        status = path.stat()
+    except OSError:  # it is not there yet
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino
 
 
 def _is_ours(folder: Path) -> bool:
@@ -88,6 +139,10 @@ def _clear_cache(cache: Path) -> None:
     for home in [*dict.fromkeys(file.parent for file in files), *([cache] if files else [])]:
         if not home.is_symlink() and not any(home.iterdir()):
             home.rmdir()
+
+
+def _unusable(folder: Path, error: OSError) -> TPIPSError:
+    return TPIPSError(f"The folder {folder} cannot be used: {error.strerror or error}.")
 
 
 def _refusal(folder: Path, there: list[str]) -> str:

@@ -89,7 +89,7 @@ def read_manifest(
     ]
     for name, folder in places.items():
         pairing.list_unexpected(folder, mentioned, name)
-    return Dataset(manifest.name, tuple(rows), models, tuple(problems), total_rows=len(entries))
+    return Dataset(manifest.name, tuple(rows), models, tuple(problems), total_rows=len(entries), inputs=(manifest,))
 
 
 def row_aspects(preserve: Sequence[str], target: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

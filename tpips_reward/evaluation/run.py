@@ -14,7 +14,7 @@ from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
 from tpips_reward.evaluation.controls import CONTROLS
 from tpips_reward.evaluation.differences import Resampling
-from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, clear_folder, open_folder
+from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, clear_folder, keep_inputs, open_folder
 from tpips_reward.evaluation.measures import measure
 from tpips_reward.evaluation.proposals import propose_aspects, without_aspects
 from tpips_reward.evaluation.report import write_report
@@ -94,12 +94,13 @@ def evaluate(
         The content of `report.json`.
 
     Raises:
-        TPIPSError: the folder is taken, nothing can be scored, or a problem with `strict`; whatever the metric raises.
+        TPIPSError: the folder is taken, a file would be replaced that is read, nothing can be scored, or a problem with `strict`; whatever the metric raises.
     """
     options = settings or Settings()
+    proposals = Path(aspects_file) if aspects_file is not None else Path(output) / ASPECTS_NAME
+    keep_inputs(dataset, Path(output), proposals)
     folder = open_folder(Path(output), overwrite=overwrite, resume=resume)
     dataset = check_images(dataset, options.sizes)
-    proposals = Path(aspects_file) if aspects_file is not None else folder / ASPECTS_NAME
     proposed = propose_aspects(dataset, proposals, proposer)
     dataset = proposed.dataset
     problems = [*dataset.problems, *without_aspects(dataset)]
