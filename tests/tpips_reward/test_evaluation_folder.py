@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from evaluation_files import read_lines, write_edits, write_lines
-from evaluation_runs import run
+from evaluation_runs import FAST, run
 from fake_metrics import RegionMetric
 
 import tpips_reward.cli
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_gedit_v2, read_manifest, read_vcreward_bench, read_votes
+from tpips_reward.evaluation.folder import REPORT_NAMES
 
 
 def test_a_folder_that_exists_is_refused(manifest, tmp_path):
@@ -60,6 +62,68 @@ def test_files_that_no_evaluation_has_written_are_not_replaced(manifest, tmp_pat
     with pytest.raises(TPIPSError, match=r"report.json would be replaced, and no evaluation has written it"):
         run(manifest, folder, **{how: True})
     assert (folder / "rows.csv").read_text() == "mine"
+
+
+@pytest.mark.parametrize("how", ["overwrite", "resume"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_users_file_beside_an_evaluation_is_not_replaced(manifest, tmp_path, how, finished):
+    folder = tmp_path / "report"
+    run(manifest, folder)
+    for name in REPORT_NAMES:
+        if finished or name not in ("report.json", "problems.csv"):
+            ours = (folder / name).read_bytes()
+            (folder / name).write_bytes(b"mine" + ours)
+            if not finished:
+                (folder / "report.json").unlink(missing_ok=True)
+            with pytest.raises(TPIPSError, match=f"{name} would be replaced, and no evaluation has written it"):
+                run(manifest, folder, **{how: True})
+            assert (folder / name).read_bytes() == b"mine" + ours
+            (folder / name).write_bytes(ours)
+    assert run(manifest, folder, **{how: True})["counts"]["rows_scored"] == 12
+
+
+def test_what_a_killed_process_left_is_cleared(manifest, tmp_path):
+    folder = tmp_path / "report"
+    run(manifest, folder)
+    (folder / "report.json").unlink()
+    left = [folder / f".tmp-a1_b2c3d{suffix}" for suffix in (".html", ".csv", ".jsonl", ".json", ".md")]
+    mine = [folder / ".tmp-notes.html", folder / ".tmp-a1_b2c3d.png"]
+    for path in left:
+        path.write_text("half")
+    with pytest.raises(TPIPSError, match="did not finish; give --resume"):
+        run(manifest, folder)
+    for path in mine:
+        path.write_text("mine")
+    with pytest.raises(TPIPSError, match="is not empty"):
+        run(manifest, folder)
+    run(manifest, folder, overwrite=True)
+    assert [path.exists() for path in left] == [False] * 5 and [path.read_text() for path in mine] == ["mine"] * 2
+
+
+class Broken(RegionMetric):
+    """Works `good` times, and then answers `answer` or raises it."""
+
+    def __init__(self, good, answer):
+        super().__init__()
+        self.good, self.answer = good, answer
+
+    def similarity_pairs(self, images, references, pairs, *, value_range=(0.0, 1.0)):
+        if len(self.calls) < self.good:
+            return super().similarity_pairs(images, references, pairs, value_range=value_range)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return torch.full((len(pairs),), self.answer)
+
+
+@pytest.mark.parametrize("good", [0, 1])  # 1: it answers to the two fixed images alone
+@pytest.mark.parametrize("answer", [TPIPSError("no"), torch.OutOfMemoryError("no"), float("nan")])
+def test_a_metric_that_does_not_work_costs_no_report(manifest, tmp_path, good, answer):
+    folder = tmp_path / "report"
+    run(manifest, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises((TPIPSError, torch.OutOfMemoryError)):
+        evaluate(read_manifest(manifest), Broken(good, answer), folder, metric_name="region", settings=FAST, overwrite=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_metric_that_does_not_load_costs_no_report(manifest, tmp_path):

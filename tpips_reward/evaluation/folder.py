@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -14,8 +13,20 @@ from tpips_reward.files import TEMPORARY
 
 CACHE_NAME = "cache"
 ASPECTS_NAME = "aspects.jsonl"
-REPORT_NAMES = ("report.html", "report.json", "report.md", "summary.csv", "rows.csv", "aspects.csv", "differences.csv",
-                "problems.csv")  # fmt: skip
+#: How each file of a report begins, by which one that an evaluation has written is told from a user's own.
+_BEGINNINGS = {
+    "report.html": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"',
+    "report.json": b'{\n "format": 1,\n "name": "',
+    "report.md": b"# Edits of ",
+    "summary.csv": b"model,control,expected,scored,",
+    "rows.csv": b"key,model,category,preservation,",
+    "aspects.csv": b"key,model,category,role,aspect,",
+    "differences.csv": b"by,name,first,second,measure,",
+    "problems.csv": b"problem,key,model,left_out,",
+}
+REPORT_NAMES = tuple(_BEGINNINGS)
+#: What a process that was killed left of a file of a report, or of the aspects beside it.
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\.(html|json|md|csv|jsonl)")
 #: `ScoreCache` keeps a folder a metric, and in it a file a source.
 _METRIC, _SCORES = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}\.json")
 
@@ -34,7 +45,7 @@ def keep_inputs(dataset: Dataset, folder: Path, aspects: Path) -> None:
     """
     files = list(dataset.files())
     try:
-        report = [*(folder / name for name in REPORT_NAMES), *_cached(folder / CACHE_NAME)]
+        report = [*(folder / name for name in REPORT_NAMES), *_leftovers(folder), *_cached(folder / CACHE_NAME)]
     except OSError as error:
         raise _unusable(folder, error) from error
     keep_files([*files, aspects], report, "The report", "--output")
@@ -79,11 +90,9 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
         there = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
         if there and not (overwrite or resume):
             raise TPIPSError(_refusal(folder, there))
-        foreign = sorted(set(there) & set(REPORT_NAMES))
-        if foreign and not _is_ours(folder):
-            raise TPIPSError(
-                f"{folder / foreign[0]} would be replaced, and no evaluation has written it; give another --output."
-            )
+        foreign = _foreign(folder, there)
+        if foreign:
+            raise TPIPSError(f"{folder / foreign[0]} would be replaced, and no evaluation has written it; give another --output.")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -91,14 +100,15 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
 
 
 def clear_folder(folder: Path) -> None:
-    """Removes the report and the cached scores of an earlier evaluation; nothing else, the aspects file neither.
+    """Removes the report and the cached scores of an earlier evaluation, and what a killed one left of them; nothing
+    else, the aspects file neither.
 
     Raises:
         TPIPSError: the disk refuses.
     """
     try:
-        for name in REPORT_NAMES:
-            (folder / name).unlink(missing_ok=True)
+        for path in [*(folder / name for name in REPORT_NAMES), *_leftovers(folder)]:
+            path.unlink(missing_ok=True)
         _clear_cache(folder / CACHE_NAME)
     except OSError as error:
         raise TPIPSError(f"The folder {folder} cannot be cleared: {error.strerror or error}.") from error
@@ -113,15 +123,22 @@ def _identity(path: Path) -> tuple[int, int] | str:
     return status.st_dev, status.st_ino
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether an evaluation has been here: it leaves cached scores first and report.json last."""
-    if _cached(folder / CACHE_NAME):
-        return True
-    try:
-        report = json.loads((folder / "report.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+def _foreign(folder: Path, there: Iterable[str]) -> list[str]:
+    """The names of a report's files that no evaluation has written, each judged by itself: a finished evaluation may have
+    been here, or one that did not finish, and a user may have put a file there since."""
+    return [name for name in sorted(set(there) & set(REPORT_NAMES)) if not _is_ours(folder / name)]
+
+
+def _is_ours(path: Path) -> bool:
+    mark = _BEGINNINGS[path.name]
+    if not path.is_file():
         return False
-    return isinstance(report, dict) and {"formula", "models", "metric"} <= report.keys()
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"{TEMPORARY}*")) if _LEFTOVER.fullmatch(path.name) and path.is_file()]
 
 
 def _cached(cache: Path) -> list[Path]:
@@ -146,9 +163,12 @@ def _unusable(folder: Path, error: OSError) -> TPIPSError:
 
 
 def _refusal(folder: Path, there: list[str]) -> str:
-    if "report.json" in there:
+    foreign = _foreign(folder, there)
+    if "report.json" in there and "report.json" not in foreign:
         return f"{folder} holds a report; give --overwrite to replace it, or another --output."
-    if set(there) <= {CACHE_NAME, ASPECTS_NAME} and (CACHE_NAME not in there or _cached(folder / CACHE_NAME)):
+    ours = {CACHE_NAME, ASPECTS_NAME, *REPORT_NAMES, *(path.name for path in _leftovers(folder))}
+    whole = CACHE_NAME not in there or _cached(folder / CACHE_NAME)
+    if set(there) <= ours and whole and not foreign:
         return (
             f"{folder} holds an evaluation that did not finish; give --resume to go on, or --overwrite to start anew."
         )

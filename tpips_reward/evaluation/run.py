@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def evaluate(
         metric_name: for the report; part of what names cached scores.
         aspects_file: proposed aspects, read and written; default: `aspects.jsonl` in `output`.
         proposer: makes what proposes aspects where rows name none; `tpips_reward.aspects.parse_proposer` gives one.
-        overwrite: replace a report that is there. Its aspects file stays, since people may have corrected it.
+        overwrite: replace a report that is there, once the metric has given the first scores. Its aspects file stays,
+            since people may have corrected it.
         resume: go on with an evaluation that was interrupted: what is scored already is not scored again.
         progress: called with (rows done, rows).
 
@@ -107,9 +109,8 @@ def evaluate(
     _check(dataset, problems, options.strict)
 
     loaded: PairMetric = metric() if not hasattr(metric, "similarity_pairs") else metric  # type: ignore[assignment]
-    if overwrite:  # only now that input and metric are known to be good
-        clear_folder(folder)
-    cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name))
+    clear = partial(clear_folder, folder) if overwrite else None
+    cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name), clear)
     sizes = "resize" if options.sizes == "resize" else "keep"
     scores = score_rows(
         dataset.rows,
