@@ -18,7 +18,7 @@ from typing import Any, Self
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageRef
 from tpips_reward.evaluation.pairing import Pairing, check_folder, folders_by_model
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, first_of, shared_files, unique_rows
 from tpips_reward.evaluation.tables import read_table, table_files, table_folder
 
 LANGUAGES = ("en", "cn")
@@ -111,7 +111,7 @@ def read_gedit_v2(results: str | Path, benchmark: str | Path) -> Dataset:
         candidates[key] = found
     names = tuple(dict.fromkeys(model for found in candidates.values() for model, _ in found))
     if not names:
-        raise TPIPSError(f"{listed} names no candidates.")
+        raise TPIPSError(f"{listed} names no candidates.{first_of(extra)}")
 
     builder = _Builder("GEditBench v2", names, [*table_files(listed), *table_files(Path(benchmark))])
     builder.problems += extra

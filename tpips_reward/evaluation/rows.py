@@ -158,6 +158,11 @@ class Dataset:
         return replace(self, rows=tuple(rows), problems=(*self.problems, *problems))
 
 
+def first_of(problems: Sequence[Problem]) -> str:
+    """What an error adds where the input has problems, which may be its reason: " The first of N problems: ..."."""
+    return f" The first of {len(problems)} problems: {problems[0].detail}" if problems else ""
+
+
 def check_model_name(name: object) -> str:
     """A model's name, stripped.
 

@@ -19,7 +19,7 @@ from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, clear_folde
 from tpips_reward.evaluation.measures import measure
 from tpips_reward.evaluation.proposals import propose_aspects, without_aspects
 from tpips_reward.evaluation.report import write_report
-from tpips_reward.evaluation.rows import Dataset
+from tpips_reward.evaluation.rows import Dataset, first_of
 from tpips_reward.evaluation.scoring import Progress, score_rows, with_scored_outputs
 from tpips_reward.evaluation.summary import summarize
 from tpips_reward.rewards.reward import PairMetric
@@ -149,8 +149,7 @@ def _check(dataset: Dataset, problems: list[Any], strict: bool) -> None:
     if strict and problems:
         raise TPIPSError(f"{len(problems)} problems with the input, the first: {problems[0].detail}")
     if not any(row.outputs for row in dataset.rows):
-        first = f" The first of {len(harmful)} problems: {harmful[0].detail}" if harmful else ""
-        raise TPIPSError(f"{dataset.name} has no output that can be scored.{first}")
+        raise TPIPSError(f"{dataset.name} has no output that can be scored.{first_of(harmful)}")
 
 
 def _metric_facts(metric: PairMetric, name: str) -> dict[str, Any]:
