@@ -40,6 +40,7 @@ from tpips_reward.checkpoints import check_metric
 from tpips_reward.errors import INTERRUPTED, TPIPSError, exit_on_errors
 from tpips_reward.evaluation import Dataset, Settings, evaluate, read_manifest
 from tpips_reward.evaluation.command import ending
+from tpips_reward.evaluation.folder import ASPECTS_NAME, keep_files, keep_inputs
 from tpips_reward.rewards.reward import PairMetric
 from tpips_reward.stopping import Interrupted, StopSignal
 
@@ -119,6 +120,7 @@ def _render(
             f"{args.data} already has outputs (of {', '.join(dataset.models)}), which this command would not score: take them "
             "out to render edits, or score them with tpips-reward evaluate."
         )
+    _keep_inputs(args, folder, dataset)
     defaults = editor_defaults(args.editor)
     sampling = Sampling(
         steps=_first(args.steps, defaults.get("eval_inference_steps"), 8),
@@ -163,6 +165,17 @@ def _render(
     return dataset
 
 
+def _keep_inputs(args: argparse.Namespace, folder: Path, dataset: Dataset | None) -> None:
+    """Nothing that is read may be written; `evaluate` would say so when all is rendered."""
+    report = folder / "report"
+    aspects = report / ASPECTS_NAME if args.aspects is None else args.aspects
+    written = rendering_folder.text_files(folder)
+    keep_files([aspects], written, "The rendering", "--aspects")
+    if dataset is not None:
+        keep_files(dataset.files(), written, "The rendering", "--output_dir")
+        keep_inputs(dataset, report, aspects)
+
+
 def _facts(args: argparse.Namespace, editor: Editor, sampling: Sampling, dataset: Dataset) -> dict[str, Any]:
     """What the pixels depend on."""
     return {
@@ -203,7 +216,7 @@ def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Ch
     with Image.open(rendering_folder.source_path(folder, "test-000000")) as image:
         size = image.width
     truth = known_truth(folder, checkpoints, args.count, args.data_seed, size)
-    write_json(folder / "truth.json", truth)
+    write_json(folder / rendering_folder.TRUTH_NAME, truth)
     names = list(next(iter(truth.values())))
     print("\nKnown from the scenes' parameters, without the metric:\n")
     print(f"| checkpoint | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")

@@ -20,7 +20,7 @@ from tpips_reward.evaluation import Dataset, Problem, Row
 from tpips_reward.evaluation.image_files import ImageFile
 from tpips_reward.files import TEMPORARY
 
-SETTINGS_NAME, MANIFEST_NAME = "rendering.json", "manifest.jsonl"
+SETTINGS_NAME, MANIFEST_NAME, TRUTH_NAME = "rendering.json", "manifest.jsonl", "truth.json"
 
 
 def source_path(folder: Path, key: str) -> Path:
@@ -29,6 +29,11 @@ def source_path(folder: Path, key: str) -> Path:
 
 def edit_path(folder: Path, checkpoint: Checkpoint, key: str) -> Path:
     return folder / "edits" / checkpoint.name / f"{key}.png"
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The files beside the images, which a rendering replaces where they exist."""
+    return [folder / name for name in (SETTINGS_NAME, MANIFEST_NAME, TRUTH_NAME)]
 
 
 def claim(
@@ -107,7 +112,7 @@ def files_to_clear(folder: Path) -> list[Path]:
         RunError: where a rendering would write there are files of someone else, or `rendering.json` is damaged.
     """
     pictures = [path for name in ("sources", "edits") for path in sorted((folder / name).rglob("*")) if _is_file(path)]
-    texts = [path for name in (MANIFEST_NAME, "truth.json") if _is_file(path := folder / name)]
+    texts = [path for name in (MANIFEST_NAME, TRUTH_NAME) if _is_file(path := folder / name)]
     settings = folder / SETTINGS_NAME
     ours: set[Path] = set()
     if settings.exists():

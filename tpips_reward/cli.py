@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import tpips_reward
 from tpips_reward.arguments import add_device_arguments
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, hide_size_warnings
 from tpips_reward.evaluation.arguments import add_arguments
 from tpips_reward.search.arguments import add_index_arguments, add_search_arguments
 from tpips_reward.serving.arguments import add_arguments as add_serve_arguments
@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or 2 with one line on stderr for bad input."""
     options = build_parser().parse_args(arguments)
+    hide_size_warnings()
     try:
         options.run(options)
     except TPIPSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,9 +15,17 @@ class TPIPSError(ValueError):
     """Base of every error that bad input raises here; a ValueError, so that generic handlers keep working."""
 
 
+def hide_size_warnings() -> None:
+    """For commands: Pillow's warning of images above its limit is not shown, since each is refused in a sentence of ours.
+
+    It changes the whole process, so that no library may call it. A user's own `-W` stands before it.
+    """
+    warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit", append=True)
+
+
 @contextmanager
 def exit_on_errors(program: str = "error") -> Iterator[None]:
-    """Ends a command with one line on stderr for an error that the user can mend, and for Ctrl-C.
+    """Ends a command with one line on stderr for an error that the user can mend, and for Ctrl-C; `hide_size_warnings`.
 
     A file that cannot be read or written is such an error too. Anything else is a mistake of ours, and keeps its
     traceback.
@@ -27,6 +36,7 @@ def exit_on_errors(program: str = "error") -> Iterator[None]:
     Raises:
         SystemExit: with BAD_INPUT or INTERRUPTED.
     """
+    hide_size_warnings()
     try:
         yield
     except TPIPSError as error:

@@ -340,6 +340,26 @@ def test_bad_settings_are_one_line(launch: Run, tmp_path: Path, capsys: pytest.C
     assert [p.name for p in (tmp_path / "full").iterdir() if not p.name.startswith(".")] == ["mine.txt"]
 
 
+def test_nothing_that_is_read_is_written(
+    launch: Run, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in photos.read_text().splitlines()][:2]
+    text = "".join(json.dumps(row | {"image": str(photos.parent / row["image"])}) + "\n" for row in rows)
+    outside, inside = tmp_path / "edits.jsonl", tmp_path / "out/manifest.jsonl"
+    inside.parent.mkdir()
+    for path in (outside, inside):
+        path.write_text(text)
+    for flags, remedy in [
+        (("--data", outside, "--aspects", outside), "give another --aspects"),
+        (("--count", 1, "--aspects", inside), "give another --aspects"),
+        (("--data", inside), "give another --output_dir"),
+    ]:
+        with pytest.raises(SystemExit):
+            launch("--resume", *flags)
+        assert remedy in capsys.readouterr().err
+    assert outside.read_text() == inside.read_text() == text and pixels(tmp_path / "out") == {}
+
+
 def test_overwrite_costs_nothing_but_an_earlier_rendering(
     launch: Run, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

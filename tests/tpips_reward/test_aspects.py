@@ -154,6 +154,8 @@ def test_entries_go_to_the_file_and_back(tmp_path):
         ({"key": 3}, 'line 2: "key" is 3'),
         ({"key": "1"}, "line 2: the key '1' is there twice"),
         ({"preserve": [], "target": []}, "line 2: No aspects"),
+        ({"source": "1.png"}, "line 2: 'source' is no field of an entry"),
+        ({"outputs": {}}, "and would be lost; is this a file of aspects"),
     ],
 )
 def test_mistakes_in_the_file_are_named_by_line(tmp_path, change, message):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 from evaluation_files import read_lines, write_lines
 from fake_metrics import RegionMetric
+from PIL import Image
 
 import tpips_reward.cli
 from tpips_reward.calibration import Calibration, MonotoneMap, probe_answers
@@ -60,6 +62,15 @@ def test_the_command_on_a_voted_benchmark(command, manifest, tmp_path):
     report = json.loads((tmp_path / "r/report.json").read_text())
     assert status == 0 and err == "" and report["votes"]["agreement"][0]["accuracy"] == 1.0
     assert report["votes"]["rule"] == "vcreward" and report["comparisons"] == []
+
+
+def test_the_command_does_not_warn_of_what_it_refuses(command, manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        status, _, err = command(manifest, "--output", tmp_path / "r")
+    assert status == 2 and "more pixels than the 400" in err
+    assert not [warning for warning in said if warning.category is Image.DecompressionBombWarning]
 
 
 @pytest.mark.parametrize(

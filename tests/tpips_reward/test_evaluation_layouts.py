@@ -127,7 +127,7 @@ def test_gedit_v2(tmp_path, capsys):
     # row 1: two images of a, none of b; row 2: another suffix and a missing file; row 3: not listed; key 9: no row
     assert kinds(dataset) == {"doubled_file": 1, "missing_output": 4, "other_suffix": 1, "unexpected_file": 1}
     write_lines(home / "metadata.jsonl", [lines[0], lines[0], {"key": "1", "candidates": "x"}])
-    with pytest.raises(TPIPSError, match="names no candidates"):
+    with pytest.raises(TPIPSError, match=r"names no candidates\. The first of \d problems: "):
         read_gedit_v2(home, table)
     # a key is doubled where one of its two entries is faulty, too
     write_lines(home / "metadata.jsonl", [lines[0], {"key": "0", "candidates": "x"}, {**lines[0], "key": "1"}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 from evaluation_files import read_lines, save, write_edits, write_lines
 from PIL import Image
 
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, exit_on_errors, hide_size_warnings
 from tpips_reward.evaluation import Dataset, read_manifest
 from tpips_reward.evaluation.checking import check_images
+from tpips_reward.evaluation.image_files import ImageFile, decode, image_size
 from tpips_reward.evaluation.layouts import model_folders
 from tpips_reward.scenes import Scene
 
@@ -299,6 +301,15 @@ def test_sizes_and_unreadable_images_are_found_before_scoring(manifest):
     assert sum(problem.left_out for problem in skipped.problems) == 4
 
 
+def test_a_manifest_without_outputs_says_why(manifest):
+    lines = read_lines(manifest)
+    for line in lines:
+        line["outputs"] = {"good": "good/000.png", " good": "good/001.png"}
+    write_lines(manifest, lines)
+    with pytest.raises(TPIPSError, match=r"names no outputs.*The first of 4 problems: line 1: the model 'good' has two outputs"):
+        read_manifest(manifest)
+
+
 def test_an_image_that_no_metric_takes_is_said_once(manifest):
     home = manifest.parent
     Image.new("RGB", (3000, 2)).save(home / "good/000.png")
@@ -320,6 +331,33 @@ def test_more_pixels_than_are_read_are_said_before_scoring(manifest, monkeypatch
     monkeypatch.setattr("tpips_reward.images.MAX_PIXELS", 500)
     assert {p.detail.partition(" has ")[2] for p in check_images(read_manifest(manifest)).problems if not p.model} == {
         "24x24 pixels, over the limit of 0 million; make it smaller."}  # fmt: skip
+
+
+def test_the_file_of_a_refused_image_is_closed_and_pillow_says_nothing_beside(manifest, monkeypatch):
+    path = manifest.parent / "good/000.png"
+    Image.new("RGB", (30, 25)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
+    files, opened = [], Image.open
+
+    def opening(source):
+        image = opened(source)
+        files.append(image.fp)
+        return image
+
+    monkeypatch.setattr(Image, "open", opening)
+    sentence = "has more pixels than the 600 that are read; make it smaller."
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        with exit_on_errors(), pytest.raises(TPIPSError, match=sentence):
+            image_size(ImageFile(path))
+    assert [file.closed for file in files] == [True] and said == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hide_size_warnings()
+        with pytest.raises(TPIPSError, match=sentence):
+            image_size(ImageFile(path))
+        with pytest.raises(TPIPSError, match=sentence):
+            decode(path.read_bytes(), str(path))
 
 
 @pytest.mark.parametrize("name", ["good", "in/..", "good/001.png"])

@@ -19,6 +19,9 @@ from tpips_reward.aspects.validation import check_proposed
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_text
 
+#: Of a line; the aspects, kind, proposer and mark may be left out.
+FIELDS = ("key", "instruction", "kind", "target", "preserve", "proposer", "mark")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -54,8 +57,9 @@ def read_entries(path: Path) -> dict[str, Entry]:
     """The file's entries by key; none where there is no file.
 
     Raises:
-        TPIPSError: the file cannot be read, a line is no entry, its aspects break the rules, or a key is there twice.
-            People edit this file, so an error names the line.
+        TPIPSError: the file cannot be read, a line is no entry or has a field that no entry has (it would be lost when the
+            file is written), its aspects break the rules, or a key is there twice. People edit this file, so an error
+            names the line.
     """
     if not path.exists():
         return {}
@@ -114,6 +118,9 @@ def _parse(line: str) -> tuple[str, Entry]:
     for name in ("key", "instruction"):
         if not isinstance(content.get(name), str):
             raise TPIPSError(f'"{name}" is {content.get(name)!r}; give text.')
+    foreign = sorted(content.keys() - set(FIELDS))
+    if foreign:
+        raise TPIPSError(f"{foreign[0]!r} is no field of an entry ({', '.join(FIELDS)}) and would be lost; is this a file of aspects?")
     lists = {}
     for name in ("preserve", "target"):
         lists[name] = content.get(name, [])

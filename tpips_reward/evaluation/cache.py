@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,12 @@ class ScoreCache:
     Args:
         folder: made when the first scores are written.
         identity: of the metric and of whatever else changes scores (see `fingerprint`).
+        clear: start anew: called once, when the first scores are there to be written. Until then nothing that lies in the
+            folder is read, and nothing is lost should the metric not work.
     """
 
-    def __init__(self, folder: Path | None, identity: str) -> None:
-        self.folder, self.identity = folder, identity
+    def __init__(self, folder: Path | None, identity: str, clear: Callable[[], None] | None = None) -> None:
+        self.folder, self.identity, self._clear = folder, identity, clear
         self.problems: list[Problem] = []
         self._known: dict[str, Known] = {}
 
@@ -65,6 +68,9 @@ class ScoreCache:
             known.setdefault(output, {}).update(scores)
         if self.folder is None:
             return
+        if self._clear is not None:
+            self._clear()
+            self._clear = None
         try:
             write_text(self._path(source), json.dumps({"format": FORMAT, "source": source, "scores": known}) + "\n")
         except OSError as error:
@@ -75,7 +81,7 @@ class ScoreCache:
         return self.folder / self.identity / f"{source}.json"
 
     def _read(self, source: str) -> Known:
-        if self.folder is None:
+        if self.folder is None or self._clear is not None:
             return {}
         path = self._path(source)
         try:

@@ -11,7 +11,6 @@ from typing import Any
 from tpips_reward.aspects import parse_proposer
 from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
-from tpips_reward.evaluation.folder import REPORT_NAMES
 from tpips_reward.evaluation.layouts import read_gedit, read_gedit_v2, read_imgedit
 from tpips_reward.evaluation.manifest import read_manifest
 from tpips_reward.evaluation.markdown import markdown
@@ -51,10 +50,6 @@ def run_evaluate(options: argparse.Namespace, load: Callable[[], PairMetric]) ->
     dataset = read_dataset(options)
     if options.votes is not None:
         dataset = read_votes(options.votes, dataset)
-    for name in ("input", "benchmark", "votes", "aspects"):
-        given = getattr(options, name)
-        if given is not None and Path(given).resolve() in [(Path(options.output) / own).resolve() for own in REPORT_NAMES]:
-            raise TPIPSError(f"The report would replace {given}, which it is made from; give another --output.")
     report = evaluate(
         dataset,
         (lambda: CalibratedMetric(load())) if options.calibrated else load,

@@ -2,19 +2,72 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from tpips_reward.errors import TPIPSError
+from tpips_reward.evaluation.rows import Dataset
 from tpips_reward.files import TEMPORARY
 
 CACHE_NAME = "cache"
 ASPECTS_NAME = "aspects.jsonl"
-REPORT_NAMES = ("report.html", "report.json", "report.md", "summary.csv", "rows.csv", "aspects.csv", "differences.csv",
-                "problems.csv")  # fmt: skip
+#: How each file of a report begins, by which one that an evaluation has written is told from a user's own.
+_BEGINNINGS = {
+    "report.html": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"',
+    "report.json": b'{\n "format": 1,\n "name": "',
+    "report.md": b"# Edits of ",
+    "summary.csv": b"model,control,expected,scored,",
+    "rows.csv": b"key,model,category,preservation,",
+    "aspects.csv": b"key,model,category,role,aspect,",
+    "differences.csv": b"by,name,first,second,measure,",
+    "problems.csv": b"problem,key,model,left_out,",
+}
+REPORT_NAMES = tuple(_BEGINNINGS)
+#: What a process that was killed left of a file of a report, or of the aspects beside it.
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\.(html|json|md|csv|jsonl)")
 #: `ScoreCache` keeps a folder a metric, and in it a file a source.
 _METRIC, _SCORES = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}\.json")
+
+
+def keep_inputs(dataset: Dataset, folder: Path, aspects: Path) -> None:
+    """Refuses an evaluation that would replace what it reads.
+
+    Args:
+        dataset: what is to be scored.
+        folder: of the report; need not exist.
+        aspects: the file of proposed aspects, which is read and written.
+
+    Raises:
+        TPIPSError: a file of the data set is the aspects file, or it or the aspects file is one that a report has, under
+            whatever path; the folder cannot be read.
+    """
+    files = list(dataset.files())
+    try:
+        report = [*(folder / name for name in REPORT_NAMES), *_leftovers(folder), *_cached(folder / CACHE_NAME)]
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    keep_files([*files, aspects], report, "The report", "--output")
+    keep_files(files, [aspects], "The file of proposed aspects", "--aspects")
+
+
+def keep_files(read: Iterable[Path], written: Iterable[Path], what: str, option: str) -> None:
+    """Refuses to write files that are read.
+
+    Args:
+        read: files that must stay.
+        written: files that will be replaced or removed where they exist.
+        what: is written, for the message.
+        option: that names another place for it.
+
+    Raises:
+        TPIPSError: a file is in both, under whatever path.
+    """
+    taken = {_identity(path) for path in written}
+    for path in read:
+        if _identity(path) in taken:
+            raise TPIPSError(f"{what} would replace {path}, which it is made from; give another {option}.")
 
 
 def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
@@ -37,40 +90,55 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
         there = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
         if there and not (overwrite or resume):
             raise TPIPSError(_refusal(folder, there))
-        foreign = sorted(set(there) & set(REPORT_NAMES))
-        if foreign and not _is_ours(folder):
-            raise TPIPSError(
-                f"{folder / foreign[0]} would be replaced, and no evaluation has written it; give another --output."
-            )
+        foreign = _foreign(folder, there)
+        if foreign:
+            raise TPIPSError(f"{folder / foreign[0]} would be replaced, and no evaluation has written it; give another --output.")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TPIPSError(f"The folder {folder} cannot be used: {error.strerror or error}.") from error
+        raise _unusable(folder, error) from error
     return folder
 
 
 def clear_folder(folder: Path) -> None:
-    """Removes the report and the cached scores of an earlier evaluation; nothing else, the aspects file neither.
+    """Removes the report and the cached scores of an earlier evaluation, and what a killed one left of them; nothing
+    else, the aspects file neither.
 
     Raises:
         TPIPSError: the disk refuses.
     """
     try:
-        for name in REPORT_NAMES:
-            (folder / name).unlink(missing_ok=True)
+        for path in [*(folder / name for name in REPORT_NAMES), *_leftovers(folder)]:
+            path.unlink(missing_ok=True)
         _clear_cache(folder / CACHE_NAME)
     except OSError as error:
         raise TPIPSError(f"The folder {folder} cannot be cleared: {error.strerror or error}.") from error
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether an evaluation has been here: it leaves cached scores first and report.json last."""
-    if _cached(folder / CACHE_NAME):
-        return True
+def _identity(path: Path) -> tuple[int, int] | str:
+    """What is the same for all the paths of a file: links, and another case on file systems that ignore it."""
     try:
-        report = json.loads((folder / "report.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        status = path.stat()
+    except OSError:  # it is not there yet
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino
+
+
+def _foreign(folder: Path, there: Iterable[str]) -> list[str]:
+    """The names of a report's files that no evaluation has written, each judged by itself: a finished evaluation may have
+    been here, or one that did not finish, and a user may have put a file there since."""
+    return [name for name in sorted(set(there) & set(REPORT_NAMES)) if not _is_ours(folder / name)]
+
+
+def _is_ours(path: Path) -> bool:
+    mark = _BEGINNINGS[path.name]
+    if not path.is_file():
         return False
-    return isinstance(report, dict) and {"formula", "models", "metric"} <= report.keys()
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"{TEMPORARY}*")) if _LEFTOVER.fullmatch(path.name) and path.is_file()]
 
 
 def _cached(cache: Path) -> list[Path]:
@@ -90,10 +158,17 @@ def _clear_cache(cache: Path) -> None:
             home.rmdir()
 
 
+def _unusable(folder: Path, error: OSError) -> TPIPSError:
+    return TPIPSError(f"The folder {folder} cannot be used: {error.strerror or error}.")
+
+
 def _refusal(folder: Path, there: list[str]) -> str:
-    if "report.json" in there:
+    foreign = _foreign(folder, there)
+    if "report.json" in there and "report.json" not in foreign:
         return f"{folder} holds a report; give --overwrite to replace it, or another --output."
-    if set(there) <= {CACHE_NAME, ASPECTS_NAME} and (CACHE_NAME not in there or _cached(folder / CACHE_NAME)):
+    ours = {CACHE_NAME, ASPECTS_NAME, *REPORT_NAMES, *(path.name for path in _leftovers(folder))}
+    whole = CACHE_NAME not in there or _cached(folder / CACHE_NAME)
+    if set(there) <= ours and whole and not foreign:
         return (
             f"{folder} holds an evaluation that did not finish; give --resume to go on, or --overwrite to start anew."
         )

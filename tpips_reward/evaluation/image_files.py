@@ -92,6 +92,7 @@ def _opened(source: Any) -> Image.Image:
     """The image, whose pixels are not read yet; one that Pillow only warns of is refused."""
     image = Image.open(source)
     if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
+        image.close()
         raise Image.DecompressionBombError
     return image
 
@@ -113,7 +114,7 @@ class _sentences:
             raise TPIPSError(f"{self.label} does not exist.") from None
         if isinstance(error, UnidentifiedImageError):
             raise TPIPSError(f"{self.label} is no image that Pillow can read.") from None
-        if isinstance(error, Image.DecompressionBombError):
+        if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):  # `-W error` raises the warning
             # Pillow refuses before it says how large the image is
             raise TPIPSError(
                 f"{self.label} has more pixels than the {Image.MAX_IMAGE_PIXELS:,} that are read; make it smaller."

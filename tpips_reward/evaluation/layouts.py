@@ -18,8 +18,8 @@ from typing import Any, Self
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageRef
 from tpips_reward.evaluation.pairing import Pairing, check_folder, folders_by_model
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
-from tpips_reward.evaluation.tables import read_table, table_folder
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, first_of, shared_files, unique_rows
+from tpips_reward.evaluation.tables import read_table, table_files, table_folder
 
 LANGUAGES = ("en", "cn")
 
@@ -65,7 +65,7 @@ def read_gedit(
     if not chosen:
         raise TPIPSError(f"{benchmark} has no instruction in the language {language!r}.")
 
-    builder = _Builder(f"GEdit-Bench ({language})", tuple(folders))
+    builder = _Builder(f"GEdit-Bench ({language})", tuple(folders), table_files(Path(benchmark)))
     expected: dict[Path, list[str]] = {}
     for place, entry in chosen:
         with builder.row(place, entry) as row:
@@ -111,9 +111,9 @@ def read_gedit_v2(results: str | Path, benchmark: str | Path) -> Dataset:
         candidates[key] = found
     names = tuple(dict.fromkeys(model for found in candidates.values() for model, _ in found))
     if not names:
-        raise TPIPSError(f"{listed} names no candidates.")
+        raise TPIPSError(f"{listed} names no candidates.{first_of(extra)}")
 
-    builder = _Builder("GEditBench v2", names)
+    builder = _Builder("GEditBench v2", names, [*table_files(listed), *table_files(Path(benchmark))])
     builder.problems += extra
     table = _table(Path(benchmark), ("key", "instruction", "source_image", "task"))
     for place, entry in table:
@@ -160,7 +160,7 @@ def read_imgedit(
     """
     folders = model_folders(Path(results), models)
     check_folder(Path(sources), "of original images")
-    builder = _Builder("ImgEdit", tuple(folders))
+    builder = _Builder("ImgEdit", tuple(folders), table_files(Path(benchmark)))
     table = _table(Path(benchmark), ("key", "id", "prompt", "edit_type"))
     for place, entry in table:
         with builder.row(place, entry) as row:
@@ -181,9 +181,9 @@ def read_imgedit(
 class _Builder(Pairing):
     """Collects rows beside what is wrong with them."""
 
-    def __init__(self, name: str, models: tuple[str, ...]) -> None:
+    def __init__(self, name: str, models: tuple[str, ...], inputs: Sequence[Path]) -> None:
         super().__init__()
-        self.name, self.models = name, models
+        self.name, self.models, self.inputs = name, models, tuple(inputs)
         self.rows: list[Row] = []
         self.keys: list[tuple[str, object]] = []
 
@@ -194,7 +194,7 @@ class _Builder(Pairing):
     def dataset(self, total: int) -> Dataset:
         rows, doubled = unique_rows(self.rows, self.keys)
         problems = (*self.problems, *doubled, *shared_files(rows))
-        return Dataset(self.name, tuple(rows), self.models, problems, total_rows=total)
+        return Dataset(self.name, tuple(rows), self.models, problems, total_rows=total, inputs=self.inputs)
 
 
 class _RowBuilder:

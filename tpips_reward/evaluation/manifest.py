@@ -17,7 +17,7 @@ from typing import Any
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageRef
 from tpips_reward.evaluation.pairing import Pairing, folders_by_model
-from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, shared_files, unique_rows
+from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, first_of, shared_files, unique_rows
 from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
 from tpips_reward.rewards.aspects import check_disjoint, sample_aspects
 
@@ -73,7 +73,7 @@ def read_manifest(
     rows, doubled = unique_rows(parsed, keys)
     models = (*named, *places)
     if not models and needs_outputs:
-        raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.")
+        raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.{first_of(problems)}")
     problems += [
         Problem(
             "unknown_field", f"The field {name!r} means nothing here; there are {', '.join(FIELDS)}.", left_out=False
@@ -89,7 +89,7 @@ def read_manifest(
     ]
     for name, folder in places.items():
         pairing.list_unexpected(folder, mentioned, name)
-    return Dataset(manifest.name, tuple(rows), models, tuple(problems), total_rows=len(entries))
+    return Dataset(manifest.name, tuple(rows), models, tuple(problems), total_rows=len(entries), inputs=(manifest,))
 
 
 def row_aspects(preserve: Sequence[str], target: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

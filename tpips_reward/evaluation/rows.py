@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
@@ -127,6 +127,7 @@ class Dataset:
         votes, vote_rule: people's votes, and which set's rule counts them (a key of `agreement.RULES`).
         anonymous: the "models" are candidates whose order means nothing from row to row; only the votes compare them.
         total_rows: rows there were, with those left out.
+        inputs: the files that it was read from: manifest, tables, votes. An evaluation replaces none of them.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Dataset:
     vote_rule: str = "plain"
     anonymous: bool = False
     total_rows: int = field(default=-1)
+    inputs: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.total_rows < 0:
@@ -145,9 +147,20 @@ class Dataset:
         if len(set(keys)) != len(keys):
             raise TPIPSError(f"The rows of {self.name} have a key twice; keys pair outputs with sources.")
 
+    def files(self) -> Iterator[Path]:
+        """Every file that scoring the set reads or has read: `inputs`, and the images that are files of their own."""
+        yield from self.inputs
+        for row in self.rows:
+            yield from (ref.path for ref in (row.source, *row.outputs.values()) if isinstance(ref, ImageFile))
+
     def with_rows(self, rows: Iterable[Row], problems: Sequence[Problem]) -> Dataset:
         """The same set with other rows, and with more problems."""
         return replace(self, rows=tuple(rows), problems=(*self.problems, *problems))
+
+
+def first_of(problems: Sequence[Problem]) -> str:
+    """What an error adds where the input has problems, which may be its reason: " The first of N problems: ..."."""
+    return f" The first of {len(problems)} problems: {problems[0].detail}" if problems else ""
 
 
 def check_model_name(name: object) -> str:

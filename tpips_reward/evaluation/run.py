@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
 from tpips_reward.evaluation.controls import CONTROLS
 from tpips_reward.evaluation.differences import Resampling
-from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, clear_folder, open_folder
+from tpips_reward.evaluation.folder import ASPECTS_NAME, CACHE_NAME, clear_folder, keep_inputs, open_folder
 from tpips_reward.evaluation.measures import measure
 from tpips_reward.evaluation.proposals import propose_aspects, without_aspects
 from tpips_reward.evaluation.report import write_report
-from tpips_reward.evaluation.rows import Dataset
+from tpips_reward.evaluation.rows import Dataset, first_of
 from tpips_reward.evaluation.scoring import Progress, score_rows, with_scored_outputs
 from tpips_reward.evaluation.summary import summarize
 from tpips_reward.rewards.reward import PairMetric
@@ -86,7 +87,8 @@ def evaluate(
         metric_name: for the report; part of what names cached scores.
         aspects_file: proposed aspects, read and written; default: `aspects.jsonl` in `output`.
         proposer: makes what proposes aspects where rows name none; `tpips_reward.aspects.parse_proposer` gives one.
-        overwrite: replace a report that is there. Its aspects file stays, since people may have corrected it.
+        overwrite: replace a report that is there, once the metric has given the first scores. Its aspects file stays,
+            since people may have corrected it.
         resume: go on with an evaluation that was interrupted: what is scored already is not scored again.
         progress: called with (rows done, rows).
 
@@ -94,21 +96,21 @@ def evaluate(
         The content of `report.json`.
 
     Raises:
-        TPIPSError: the folder is taken, nothing can be scored, or a problem with `strict`; whatever the metric raises.
+        TPIPSError: the folder is taken, a file would be replaced that is read, nothing can be scored, or a problem with `strict`; whatever the metric raises.
     """
     options = settings or Settings()
+    proposals = Path(aspects_file) if aspects_file is not None else Path(output) / ASPECTS_NAME
+    keep_inputs(dataset, Path(output), proposals)
     folder = open_folder(Path(output), overwrite=overwrite, resume=resume)
     dataset = check_images(dataset, options.sizes)
-    proposals = Path(aspects_file) if aspects_file is not None else folder / ASPECTS_NAME
     proposed = propose_aspects(dataset, proposals, proposer)
     dataset = proposed.dataset
     problems = [*dataset.problems, *without_aspects(dataset)]
     _check(dataset, problems, options.strict)
 
     loaded: PairMetric = metric() if not hasattr(metric, "similarity_pairs") else metric  # type: ignore[assignment]
-    if overwrite:  # only now that input and metric are known to be good
-        clear_folder(folder)
-    cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name))
+    clear = partial(clear_folder, folder) if overwrite else None
+    cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name), clear)
     sizes = "resize" if options.sizes == "resize" else "keep"
     scores = score_rows(
         dataset.rows,
@@ -147,8 +149,7 @@ def _check(dataset: Dataset, problems: list[Any], strict: bool) -> None:
     if strict and problems:
         raise TPIPSError(f"{len(problems)} problems with the input, the first: {problems[0].detail}")
     if not any(row.outputs for row in dataset.rows):
-        first = f" The first of {len(harmful)} problems: {harmful[0].detail}" if harmful else ""
-        raise TPIPSError(f"{dataset.name} has no output that can be scored.{first}")
+        raise TPIPSError(f"{dataset.name} has no output that can be scored.{first_of(harmful)}")
 
 
 def _metric_facts(metric: PairMetric, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, ImageRef
 from tpips_reward.evaluation.pairing import Listing, find_path
 from tpips_reward.evaluation.rows import Dataset, Problem, Row, Vote, check_key, unique_rows
-from tpips_reward.evaluation.tables import parse_object, read_table, read_text, table_folder
+from tpips_reward.evaluation.tables import parse_object, read_table, read_text, table_files, table_folder
 
 DIMENSIONS = ("overall", "preservation", "change")
 #: What EditScore's benchmark calls the dimensions.
@@ -45,7 +45,7 @@ def read_votes(path: str | Path, dataset: Dataset) -> Dataset:
             problems.append(Problem("bad_vote", f"{Path(path).name}, line {number}: {error}"))
     if not votes:
         raise TPIPSError(f"{path} has no usable vote. {problems[0].detail if problems else ''}".strip())
-    return replace(dataset, votes=tuple(votes), problems=(*dataset.problems, *problems))
+    return replace(dataset, votes=tuple(votes), problems=(*dataset.problems, *problems), inputs=(*dataset.inputs, Path(path)))
 
 
 def _vote(entry: dict[str, Any], keys: set[str], models: tuple[str, ...]) -> Vote:
@@ -91,7 +91,7 @@ def read_editscore_bench(benchmark: str | Path) -> Dataset:
             votes.append(Vote(key, "first", "second", 1, dimension))
         except TPIPSError as error:
             problems.append(Problem("bad_row", f"{place}: {error}", key))
-    return _bench("EditReward-Bench (EditScore)", rows, ("first", "second"), votes, problems, "editscore", len(table))
+    return _bench("EditReward-Bench (EditScore)", rows, ("first", "second"), votes, problems, "editscore", len(table), Path(benchmark))
 
 
 def read_tiger_bench(benchmark: str | Path) -> Dataset:
@@ -119,7 +119,7 @@ def read_tiger_bench(benchmark: str | Path) -> Dataset:
                 votes.append(Vote(key, first, second, label, group=key))
         except TPIPSError as error:
             problems.append(Problem("bad_row", f"{place}: {error}", key))
-    return _bench("EditReward-Bench (TIGER)", rows, tuple(sorted(names)), votes, problems, "tiger", len(table))
+    return _bench("EditReward-Bench (TIGER)", rows, tuple(sorted(names)), votes, problems, "tiger", len(table), Path(benchmark))
 
 
 def read_vcreward_bench(benchmark: str | Path) -> Dataset:
@@ -156,7 +156,7 @@ def read_vcreward_bench(benchmark: str | Path) -> Dataset:
             problems.append(Problem("bad_row", f"{place}: {error}", key))
     rows, doubled = unique_rows(parsed, keys)
     kept = [votes[row.key] for row in rows]
-    return _bench("VCReward-Bench", rows, ("A", "B"), kept, [*problems, *doubled], "vcreward", len(table))
+    return _bench("VCReward-Bench", rows, ("A", "B"), kept, [*problems, *doubled], "vcreward", len(table), table_path)
 
 
 def parse_ranking(text: object, count: int) -> dict[str, int]:
@@ -214,7 +214,9 @@ def _bench(
     problems: list[Problem],
     rule: str,
     total: int,
+    table: Path,
 ) -> Dataset:
     if not rows:
         raise TPIPSError(f"{name} has no usable row. {problems[0].detail if problems else ''}".strip())
-    return Dataset(name, tuple(rows), models, tuple(problems), tuple(votes), rule, anonymous=True, total_rows=total)
+    return Dataset(name, tuple(rows), models, tuple(problems), tuple(votes), rule, anonymous=True, total_rows=total,
+                   inputs=tuple(table_files(table)))  # fmt: skip
