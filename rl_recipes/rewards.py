@@ -44,6 +44,10 @@ LONGEST_WAIT = 10.0
 BUILT_IN = "tpips:preserve, tpips:target, tpips:edit and remote:http://host:port"
 
 
+class WrongAnswer(TPIPSError):
+    """An answer of another type than rewards have; asking again does not mend it."""
+
+
 class Source(Protocol):
     """One source: (edits, sources, prompts) -> the rewards of the edits; its `scores` are not weighted."""
 
@@ -149,7 +153,8 @@ class FunctionReward:
     It gets those of these arguments that it names, of equal length B: ``images`` and ``sources`` (lists of (3, H, W)
     float32 tensors in [0, 1], of one size each pair), ``instructions`` (texts), ``preserve`` and ``target`` (lists of
     aspects). It answers B numbers, higher is better: a list, an array, a tensor, whose gradient is used by
-    backprop_edit, or a `RewardOutput`, of which scores, terms and aspects are used. An error or a number that is not finite stops the run after the retries; it never becomes a reward.
+    backprop_edit, or a `RewardOutput`, of which scores, terms and aspects are used. An error or a number that is not finite stops the run
+    after the retries, and an answer of another type at once; neither becomes a reward.
 
     Args:
         name: ``module:function``; the module is looked for in the working directory first.
@@ -194,7 +199,12 @@ class FunctionReward:
         answer = self.function(**{k: v for k, v in given.items() if self._all or k in self._names})
         if isinstance(answer, RewardOutput):
             return replace(answer, parts={})  # its parts, as a TPIPSReward has them, are none of this run's
-        scores = torch.as_tensor(answer, dtype=torch.float32)
+        try:
+            scores = torch.as_tensor(answer)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise WrongAnswer(
+                f"its answer is a {type(answer).__name__} ({error}); give a list, an array or a tensor of {len(edits)} numbers"
+            ) from error
         return RewardOutput(scores, [{} for _ in edits], {}, {})
 
 
@@ -238,8 +248,8 @@ class Rewards:
         """The weighted sum, (B,) float32 on the edits' device, and its parts; gradients reach the edits if they require it.
 
         Raises:
-            TPIPSError: an answer of another length, or one that is not finite.
-            Exception: whatever a source raises at its last attempt.
+            TPIPSError: naming the source that failed at its last attempt, or whose answer is of another type or length, or
+                not finite.
         """
         outputs = [_ask(one, edits, sources, prompts) for one in self.asked]
         if len(outputs) == 1 and not self.asked[0].suffix:
@@ -260,18 +270,19 @@ class Rewards:
 
 def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
     """The weighted answer of one source, its parts under their full names; asked again where it fails."""
+    names = ", ".join(one.weights)
     for attempt in range(one.retries + 1):
         try:
-            output = one.source(edits, sources, prompts)
-            _check(output, len(edits))
+            output = _checked(one.source(edits, sources, prompts), len(edits))
             break
         except Exception as error:
-            if attempt == one.retries:
-                raise
+            if attempt == one.retries or isinstance(error, WrongAnswer):
+                kind = "" if isinstance(error, TPIPSError) else f"{type(error).__name__}: "
+                raise TPIPSError(f"{names}: {kind}{error}") from error
             wait = min(2.0**attempt, LONGEST_WAIT)
             log.warning(
                 "The reward %s failed (%s: %s); it is asked again in %.0f s.",
-                ", ".join(one.weights), type(error).__name__, error, wait,
+                names, type(error).__name__, error, wait,
             )  # fmt: skip
             time.sleep(wait)
     if not output.parts:
@@ -283,18 +294,43 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
     return RewardOutput(output.scores, output.per_aspect, output.terms, parts)
 
 
-def _check(output: RewardOutput, count: int) -> None:
-    """Refuses an answer that is not one finite number an edit, or whose measures do not fit."""
-    if output.scores.shape != (count,) or not bool(torch.isfinite(output.scores).all()):
-        raise TPIPSError(f"its scores for {count} edits are {output.scores.tolist()}")
-    if len(output.per_aspect) != count:
-        raise TPIPSError(f"per_aspect has {len(output.per_aspect)} entries for {count} edits; give a dict each, {{}} for none")
-    for name, term in output.terms.items():
+def _checked(output: RewardOutput, count: int) -> RewardOutput:
+    """The answer with float32 tensors and plain numbers.
+
+    Raises:
+        WrongAnswer: something in it is of another type.
+        TPIPSError: it is not one finite number an edit, or its measures do not fit.
+    """
+    scores = _numbers("its score", output.scores)
+    if scores.shape != (count,) or not bool(torch.isfinite(scores).all()):
+        raise TPIPSError(f"its scores for {count} edits are {scores.tolist()}")
+    try:
+        per_aspect = [
+            {role: {aspect: float(value) for aspect, value in values.items()} for role, values in aspects.items()}
+            for aspects in output.per_aspect
+        ]
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise WrongAnswer(f"per_aspect is no list of {{role: {{aspect: number}}}}, one an edit ({error})") from error
+    if len(per_aspect) != count:
+        raise TPIPSError(f"per_aspect has {len(per_aspect)} entries for {count} edits; give a dict each, {{}} for none")
+    if not isinstance(output.terms, dict):
+        raise WrongAnswer(f"terms is a {type(output.terms).__name__}; give a dict of tensors, {{}} for none")
+    terms = {name: _numbers(f"the term {name!r}", term) for name, term in output.terms.items()}
+    for name, term in terms.items():
         if term.shape != (count,) or bool(torch.isinf(term).any()):  # NaN is what has not been measured
             raise TPIPSError(f"the term {name!r} for {count} edits is {term.tolist()}")
-    for values in (v for aspects in output.per_aspect for role in aspects.values() for v in role.values()):
-        if not math.isfinite(values):
-            raise TPIPSError(f"per_aspect holds {values}, which is no finite number")
+    for number in (v for aspects in per_aspect for role in aspects.values() for v in role.values()):
+        if not math.isfinite(number):
+            raise TPIPSError(f"per_aspect holds {number}, which is no finite number")
+    return replace(output, scores=scores, per_aspect=per_aspect, terms=terms)
+
+
+def _numbers(name: str, values: Tensor) -> Tensor:
+    """The values as float32; only a tensor of real numbers has such."""
+    if not isinstance(values, Tensor) or values.is_complex():
+        kind = f"of {values.dtype}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise WrongAnswer(f"{name} is {kind}; give a tensor of real numbers, one an edit")
+    return values.float()
 
 
 def build_rewards(text: str, settings: RewardArguments, device: torch.device | str) -> Rewards:

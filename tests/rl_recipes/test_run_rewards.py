@@ -137,8 +137,9 @@ def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[floa
     out = build_rewards(f"{OWN}:fails_twice", _settings(reward_retries=2), "cpu")(edits, edits, prompts)
     assert out.scores.tolist() == [1.0, 1.0] and no_waiting == [1.0, 2.0]
     reward_functions.CALLS.clear()
-    with pytest.raises(ConnectionError):
+    with pytest.raises(TPIPSError, match=f"^{OWN}:fails_twice: ConnectionError: the server is down$") as caught:
         build_rewards(f"{OWN}:fails_twice", _settings(reward_retries=1), "cpu")(edits, edits, prompts)
+    assert isinstance(caught.value.__cause__, ConnectionError)
     for name, message in (
         ("not_a_number", "its scores for 2 edits are"),
         ("too_few", "its scores for 2 edits are"),
@@ -146,8 +147,56 @@ def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[floa
         ("output_with_a_bad_term", "term 'gate' for 2 edits is .inf, inf"),
         ("output_with_a_bad_aspect", "per_aspect holds nan"),
     ):
-        with pytest.raises(TPIPSError, match=message):
+        with pytest.raises(TPIPSError, match=f"^{OWN}:{name}: .*{message}"):
             build_rewards(f"{OWN}:{name}", _settings(), "cpu")(edits, edits, prompts)
+
+
+def _whole(**changes: Any) -> RewardOutput:
+    return RewardOutput(**{"scores": torch.ones(2), "per_aspect": [{}, {}], "terms": {}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "its answer is a NoneType"),
+        ([None, 1.0], "its answer is a list .*NoneType.*; give a list, an array or a tensor of 2 numbers"),
+        ({"a": 1.0, "b": 2.0}, "its answer is a dict"),
+        ((score for score in (1.0, 2.0)), "its answer is a generator"),
+        ("11", "its answer is a str"),
+        ([[1.0], [1.0, 2.0]], "its answer is a list"),
+        ([1j, 2.0], "its score is of torch.complex64; give a tensor of real numbers"),
+        (_whole(scores=[1.0, 2.0]), "its score is a list"),
+        (_whole(terms=None), "terms is a NoneType"),
+        (_whole(terms={"gate": [1.0, 2.0]}), "the term 'gate' is a list"),
+        (_whole(per_aspect=None), "per_aspect is no list"),
+        (_whole(per_aspect=[1.0, 2.0]), "per_aspect is no list"),
+        (_whole(per_aspect=[{}, {"preserve": {"x": None}}]), "per_aspect is no list"),
+    ],
+)
+def test_an_answer_of_another_type_names_its_reward_and_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, no_waiting: list[float], answer: Any, message: str
+) -> None:
+    monkeypatch.setattr(reward_functions, "brightness", lambda images: answer)
+    rewards = build_rewards(f"tpips:preserve,{OWN}:brightness=0.5", _settings(), "cpu")
+    with pytest.raises(TPIPSError, match=f"^{OWN}:brightness: {message}"):
+        rewards(images(2), images(2), _prompts())
+    assert no_waiting == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        torch.ones(2, dtype=torch.float64),
+        torch.tensor([True, True]),
+        [1, 1],
+        _whole(scores=torch.ones(2).double(), terms={"gate": torch.ones(2).half()}),
+    ],
+)
+def test_numbers_of_any_type_become_float32(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr(reward_functions, "brightness", lambda images: answer)
+    out = build_rewards(f"{OWN}:brightness", _settings(), "cpu")(images(2), images(2), _prompts())
+    assert out.scores.tolist() == [1.0, 1.0]
+    assert {tensor.dtype for tensor in (out.scores, *out.parts.values(), *out.terms.values())} == {torch.float32}
 
 
 def test_a_judge_must_not_be_optimised() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import signal
 import struct
 import threading
 import time
@@ -17,6 +19,7 @@ import uvicorn
 from fake_metrics import RegionMetric
 from PIL import Image
 
+from tpips_reward.errors import TPIPSError
 from tpips_reward.images import to_tensors
 from tpips_reward.serving.app import create_app
 from tpips_reward.serving.connections import http_server
@@ -46,6 +49,13 @@ class TroubleMetric(RegionMetric):
 def trouble_rewards() -> MetricRewards:
     """What a worker process is started with."""
     return MetricRewards(TroubleMetric(), {}, {"metric": "trouble"})
+
+
+def interrupted_rewards() -> MetricRewards:
+    """Loading that takes long, in which a scheduler ends the server; it is no metric in the end, lest the server stays."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(20)
+    raise TPIPSError("nobody has ended the loading")
 
 
 class LocalWorker:

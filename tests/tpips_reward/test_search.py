@@ -271,12 +271,20 @@ def test_overwrite_deletes_nothing_but_an_index(folder, index, metric, tmp_path)
     mine = tmp_path / "mine"
     shutil.copytree(index.folder, mine)
     (mine / "notes.txt").write_text("precious")
+    more = tmp_path / "more"
+    shutil.copytree(index.folder, more)
+    (more / "vectors-3.npy").write_bytes(b"precious")
+    old = tmp_path / "old"
+    shutil.copytree(index.folder, old)
+    (old / "index.json").write_text(json.dumps(index.info | {"format": 0}))
     (tmp_path / "link").symlink_to(index.folder)
     (tmp_path / "file").write_text("x")
     before = sorted(tmp_path.rglob("*"))
     for name, words in (
         ("site", "no index of this version"),
+        ("old", "no index of this version; move it, or give another --output.$"),
         ("mine", "holds notes.txt"),
+        ("more", "holds vectors-3.npy"),
         ("link", "symbolic link"),
         ("file/x", "file is no folder"),
     ):
@@ -285,6 +293,31 @@ def test_overwrite_deletes_nothing_but_an_index(folder, index, metric, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
     (mine / "notes.txt").unlink()
     assert build(mine).metric == "x"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_the_old_index_stays_where_the_new_one_cannot_take_its_place(folder, index, metric, tmp_path, monkeypatch, error):
+    output, replace = tmp_path / "index", os.replace
+    shutil.copytree(index.folder, output)
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(target) == output and not Path(source).name.endswith("-old"):
+            raise error
+        replace(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises((TPIPSError, KeyboardInterrupt)) as caught:
+        patch.setattr(os, "replace", fail)
+        build_index(folder, ASPECTS, metric, output, metric_name="new", overwrite=True)
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"The index cannot take its place at {output} ({error.strerror}); what was there is kept."
+    assert Index(output).metric == "parity" and list(tmp_path.iterdir()) == [output]
+
+
+def test_an_index_may_be_named_from_within(folder, index, metric, tmp_path, monkeypatch):
+    shutil.copytree(index.folder, tmp_path / "index")
+    monkeypatch.chdir(tmp_path / "index")
+    assert build_index(folder, ASPECTS, metric, Path(), metric_name="new", overwrite=True).metric == "new"
+    assert Index(tmp_path / "index").metric == "new" and list(tmp_path.iterdir()) == [tmp_path / "index"]
 
 
 def test_a_folder_that_appears_during_the_build_stays(folder, metric, tmp_path):

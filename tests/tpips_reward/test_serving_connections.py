@@ -15,7 +15,8 @@ import pytest
 from serving_workers import LocalWorker, address_of, expected_scores, request_of, running, serving
 
 from tpips_reward import RemoteReward
-from tpips_reward.serving.connections import SILENT_SECONDS
+from tpips_reward.serving import connections
+from tpips_reward.serving.connections import NEW_SECONDS, SILENT_SECONDS
 from tpips_reward.serving.limits import Limits
 
 HEAD = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -183,7 +184,49 @@ def test_slow_strangers_do_not_take_the_places_of_others():
         for _ in range(3):
             for _ in range(4):
                 strangers.enter_context(line(address)).sendall(b"GET /hea")
+            time.sleep(NEW_SECONDS + 0.1)
             assert_unharmed(address)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /hea", HEAD + b"Content-Length: 9\r\n\r\n{", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"]
+)
+def test_who_loses_its_place_is_told(monkeypatch, sent):
+    """A reset would look like a fault, where 503 says to come again."""
+    monkeypatch.setattr(connections, "NEW_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.0)
+    with running([LocalWorker()], limits=Limits(connections=1)) as address, line(address) as waits:
+        waits.sendall(sent)
+        if sent.endswith(b"x\r\n\r\n"):
+            one_answer(waits)  # and rests
+        time.sleep(0.2)
+        assert httpx.get(f"{address}/health").status_code == 200
+        status, headers, error = error_of(everything(waits))
+        assert status == 503 and headers["retry-after"] and error["type"] == "unavailable"
+
+
+def test_who_takes_the_place_of_one_that_is_gone_is_answered(monkeypatch):
+    """An end that asyncio has not seen yet, for it does not read from the connection at this moment."""
+    monkeypatch.setattr(connections, "NEW_SECONDS", 0.0)
+    with serving([LocalWorker()], limits=Limits(connections=1)) as (server, _), line(address_of(server)) as gone:
+        gone.sendall(b"GET /hea")
+        time.sleep(0.2)
+        (connection,) = server.server_state.connections
+        connection.loop.call_soon_threadsafe(connection.transport.pause_reading)
+        time.sleep(0.2)
+        gone.close()
+        assert httpx.get(f"{address_of(server)}/health", timeout=10).status_code == 200
+
+
+def test_a_newcomer_is_not_replaced_before_its_request_can_be_there(monkeypatch):
+    """Of many that come at once some are answered and the others told to come again; none is reset."""
+    monkeypatch.setattr(connections, "NEW_SECONDS", 60.0)
+    with running([LocalWorker()], limits=Limits(connections=2)) as address, ExitStack() as stack:
+        crowd = [stack.enter_context(line(address)) for _ in range(8)]
+        for client in crowd:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        found = [one_answer(client)[:13] for client in crowd]
+    assert found[:2] == [b"HTTP/1.1 200 "] * 2 and set(found[2:]) <= {b"HTTP/1.1 200 ", b"HTTP/1.1 503 "}
 
 
 def test_connections_that_rest_make_room():
@@ -307,8 +350,8 @@ def test_the_time_of_an_unwanted_body_is_not_the_next_heads():
         assert one_answer(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_server_that_is_stopped_twice_says_503():
-    """A client that waits takes 500 for final, and 503 not."""
+def test_a_server_that_is_stopped_twice_says_503(capfd):
+    """A client that waits takes 500 for final, and 503 not; and whoever stopped it wants no traceback."""
     worker = LocalWorker()
     with serving([worker]) as (server, _), line(address_of(server)) as client:
         worker.gate.clear()
@@ -321,3 +364,4 @@ def test_a_server_that_is_stopped_twice_says_503():
         answer = everything(client)
         worker.gate.set()
     assert answer.startswith(b"HTTP/1.1 503 ") and b'"unavailable"' in answer
+    assert "Traceback" not in capfd.readouterr().err

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,19 +19,33 @@ import httpx2 as httpx
 import psutil
 import pytest
 import torch
-from serving_workers import expected_scores, picture, request_of, running, trouble_rewards
+import uvicorn
+from serving_workers import (
+    LocalWorker,
+    expected_scores,
+    interrupted_rewards,
+    picture,
+    request_of,
+    running,
+    trouble_rewards,
+)
 
 from tpips_reward import RemoteReward, TPIPSReward
 from tpips_reward.cli import main
+from tpips_reward.errors import TPIPSError
 from tpips_reward.search.index import probe, write_index
 from tpips_reward.serving.errors import RequestError
 from tpips_reward.serving.items import Item, Scored
 from tpips_reward.serving.limits import Limits
-from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess, shown_name
+from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess, _work, shown_name
+
+
+def processes_of_workers() -> set[psutil.Process]:
+    return {c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())}
 
 
 def process_of_worker() -> psutil.Process:
-    (child,) = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    (child,) = processes_of_workers()
     return child
 
 
@@ -170,6 +186,60 @@ def test_the_command_from_start_to_sigterm(tmp_path: Path, parity, photos, metri
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """What comes to the test itself, which would be its end; afterwards all is as it was."""
+    came: list[int] = []
+    old = {
+        number: signal.signal(number, lambda number, _: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    yield came
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+def test_sigterm_while_the_metric_loads_ends_the_worker_too(monkeypatch, capsys, signals):
+    monkeypatch.setattr("tpips_reward.serving.command.RewardSource", lambda *options: interrupted_rewards)
+    before = processes_of_workers()
+    assert main(["serve", "--port", "0"]) == 130 and signals == []
+    assert capsys.readouterr().err == "tpips-reward: interrupted\n"
+    assert processes_of_workers() <= before
+    signal.raise_signal(signal.SIGTERM)
+    assert signals == [signal.SIGTERM], "it is handled as before"
+
+
+def test_a_signal_before_uvicorn_handles_them_is_not_lost(monkeypatch, signals):
+    """The last moment in which the command's own handler counts."""
+    worker, run, stopped = LocalWorker(), uvicorn.Server.run, []
+
+    def stopped_at_once(server: uvicorn.Server, sockets: Any) -> None:
+        socket.create_connection(sockets[0].getsockname(), timeout=10).close()  # the address has been said
+        signal.raise_signal(signal.SIGTERM)
+        stopped.append(server.should_exit)
+        if server.should_exit:  # or it would serve for ever
+            run(server, sockets)
+
+    monkeypatch.setattr("tpips_reward.serving.command.WorkerProcess", lambda *arguments: worker)
+    monkeypatch.setattr("uvicorn.Server.run", stopped_at_once)
+    assert main(["serve", "--port", "0"]) == 0
+    assert stopped == [True] and worker.stopped and signals == []
+
+
+def test_a_worker_whose_server_is_gone_ends_without_a_word(signals):
+    """It can be ended while it loads, and finds nobody to tell when it has."""
+    handlers: list[Any] = []
+
+    def fails() -> Any:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        raise TPIPSError("no such metric")
+
+    for source in (fails, trouble_rewards):
+        ours, theirs = multiprocessing.Pipe()
+        ours.close()
+        _work(theirs, source)
+    assert handlers[0] != signal.SIG_IGN and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize(

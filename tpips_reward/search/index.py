@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,6 @@ from tpips_reward.search.ranking import OVERALL
 FORMAT_VERSION = 1
 CHUNK_ROWS = 65536
 PROBE_TOLERANCE = 1e-2
-_OWN_FILES = re.compile(r"index\.json|probe\.npy|vectors-\d+\.npy")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Index:
         try:
             self.info: dict[str, Any] = json.loads((folder / "index.json").read_text(encoding="utf-8"))
             version = self.info["format"]
-            self.aspects: list[str] = self.info["aspects"]
+            self.aspects: list[str] = list(self.info["aspects"])
             self.files: list[str] = self.info["files"]
             self.metric: str = self.info["metric"]
         except FileNotFoundError:
@@ -174,6 +172,7 @@ def build_index(
         raise TPIPSError(f"batch_images is {batch_images}; give at least 1.")
     files = image_files(images)
     check_output(output, overwrite)
+    output = output.resolve()  # "." has its parent elsewhere, and is another folder once it is replaced
     skipped: dict[str, str] = {}
     kept: list[str] = []
     with _Staged(output, overwrite) as staging:
@@ -216,6 +215,7 @@ def write_index(
     if len(shapes) != 1 or OVERALL not in vectors or next(iter(shapes))[0] != len(files):
         raise TPIPSError(f"vectors need one shape ({len(files)}, D) in all aspects and 'overall'; got {shapes}.")
     check_output(output, overwrite=False)
+    output = output.resolve()
     with _Staged(output, overwrite=False) as staging:
         for k, array in enumerate(vectors.values()):
             np.save(staging / f"vectors-{k}.npy", np.asarray(array, dtype=np.float32))
@@ -275,16 +275,22 @@ class _Staged:
         return self.staging
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        old = self.staging.with_name(self.staging.name + "-old")
         try:
             if kind is None:
                 self.staging.chmod(0o777 & ~_umask())
                 check_output(self.output, self.overwrite)  # somebody may have come meanwhile
-                old = self.staging.with_name(self.staging.name + "-old")
                 if self.output.exists():
                     os.replace(self.output, old)
                 os.replace(self.staging, self.output)
-                shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            raise TPIPSError(
+                f"The index cannot take its place at {self.output} ({error.strerror or error}); what was there is kept."
+            ) from error
         finally:
+            if self.staging.exists() and old.exists():  # Ctrl-C between the two moves, or the second failed
+                os.replace(old, self.output)
+            shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(self.staging, ignore_errors=True)  # where it has not become the output
 
 
@@ -311,10 +317,13 @@ def check_output(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise TPIPSError(f"{output} is an index already; replace it with --overwrite.")
     try:
-        Index(output)
-    except TPIPSError as error:
-        raise TPIPSError(f"{output} is not overwritten, for it is no index of this version ({error})") from None
-    foreign = sorted(path.name for path in output.iterdir() if not _OWN_FILES.fullmatch(path.name))
+        there = Index(output)
+    except TPIPSError:
+        raise TPIPSError(
+            f"{output} is not overwritten, for it is no index of this version; move it, or give another --output."
+        ) from None
+    ours = {"index.json", "probe.npy", *(f"vectors-{k}.npy" for k in range(len(there.aspects)))}
+    foreign = sorted({path.name for path in output.iterdir()} - ours)
     if foreign:
         raise TPIPSError(f"{output} is not overwritten, for it holds {foreign[0]}, which is no part of an index; move it.")
 

@@ -63,7 +63,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.batcher.open()
-        yield
+        try:
+            yield
+        except asyncio.CancelledError:  # stopped twice: nobody is waited for
+            return
         await service.batcher.close()
         service.decoders.shutdown()
 

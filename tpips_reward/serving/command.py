@@ -19,12 +19,13 @@ from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess
 
 
 def run_serve(options: argparse.Namespace) -> None:
-    """Serves until Ctrl-C or SIGTERM, and answers what it has accepted before it ends.
+    """Serves until Ctrl-C or SIGTERM, and answers what it has accepted before it ends; they end the loading at once.
 
     `--device cuda:0,cuda:1` starts a worker on each.
 
     Raises:
         TPIPSError: an option that means nothing, an address that is taken, a metric that does not load, or a missing extra.
+        KeyboardInterrupt: Ctrl-C or SIGTERM while the metric is loaded.
     """
     try:
         import fastapi  # noqa: F401
@@ -52,6 +53,8 @@ def run_serve(options: argparse.Namespace) -> None:
         )
         for device in (options.device.split(",") if options.device else [None])
     ]  # fmt: skip
+    # before the first worker: without the server nobody would end it
+    old = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for worker in workers:
             try:
@@ -65,17 +68,22 @@ def run_serve(options: argparse.Namespace) -> None:
             server.should_exit = True
 
         # From here on, so that no signal is lost; uvicorn stops at them too and raises them again when it has ended.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in old:
             signal.signal(number, stop)
+        listener.listen()  # who reads the next line may come at once, and waits until uvicorn takes him
         host, port = listener.getsockname()[:2]
         print(f"tpips-reward: {options.reward} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         if token is None and not ipaddress.ip_address(host).is_loopback:
             print("tpips-reward: anybody who reaches this address can use it; set a token.", file=sys.stderr)
         server.run(sockets=[listener])
     finally:
+        for number in old:
+            signal.signal(number, signal.SIG_IGN)  # the workers' end takes two seconds at most
         listener.close()
         for worker in workers:
             worker.stop()
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def read_limits(options: argparse.Namespace) -> Limits:
@@ -123,7 +131,7 @@ def read_token(path: Path | None) -> str | None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the address; nobody can connect until uvicorn listens.
+    """Takes the address; nobody can connect until somebody listens.
 
     Raises:
         TPIPSError: it is taken, or none of this machine's.

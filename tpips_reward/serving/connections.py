@@ -21,6 +21,8 @@ KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 2.0
 #: A body that has been silent for so long may lose its place to a newcomer.
 SILENT_SECONDS = 1.0
+#: So long a new connection keeps its place, for its first request is on the way.
+NEW_SECONDS = 0.1
 
 
 def http_server(app: FastAPI, limits: Limits, **options: Any) -> uvicorn.Server:
@@ -43,7 +45,8 @@ class Connection(H11Protocol):
     A client has `head_seconds` for the head of each request, and `body_seconds` to end a body that is no longer wanted or
     to read its answer. (The application itself waits `body_seconds` for a body that it reads.) Where there are as many
     connections as may be, a new one takes the place of one that only waits, or else of the one whose body has been silent
-    for longest; it is refused where all have whole requests or answers that are still going out.
+    for longest, which is told so; it is refused where all have whole requests, answers that are still going out, or only
+    just come.
     """
 
     limits = Limits()
@@ -52,6 +55,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self._deadline: asyncio.TimerHandle | None = None  # for the client to send
         self._awaited = ""  # what that clock is for: "head" or "body"
+        self._made = 0.0
         self._heard = 0.0  # when the client last sent something
         self._reading: asyncio.TimerHandle | None = None  # for the client to read
         self._refused = False
@@ -60,10 +64,10 @@ class Connection(H11Protocol):
         others = self.connections
         if len(others) >= self.limits.connections and not self._replace_one():
             self.transport = transport
-            self._refuse(unavailable(f"All {self.limits.connections} connections are in use."))
+            self._refuse(self._no_place())
             return
         super().connection_made(transport)
-        self._heard = self.loop.time()
+        self._made = self._heard = self.loop.time()
         transport.set_write_buffer_limits(0)  # whatever the client does not read starts the clock, and not 64 KiB of it
         self._wait("head", self.limits.head_seconds)
 
@@ -141,26 +145,31 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _replace_one(self) -> bool:
-        """Ends the connection that only waits for its client and would have ended next, or else the one whose body has been
-        silent for longest; False where there is none. An answer that is still going out is left to its own clock."""
+        """Refuses the connection that only waits for its client and would have ended next, or else the one whose body has
+        been silent for longest; False where there is none. An answer that is still going out is left to its own clock."""
+        now = self.loop.time()
         ours = [
             other
             for other in self.connections
             if type(other) is type(self) and not other.transport.get_write_buffer_size()
         ]
-        timers = {other: other._deadline or other.timeout_keep_alive_task for other in ours}
+        timers = {
+            other: other.timeout_keep_alive_task if other._deadline is None else other._deadline
+            for other in ours
+            if other._deadline is None or now - other._made >= NEW_SECONDS
+        }
         ends = {other: timer.when() for other, timer in timers.items() if timer is not None}
         if not ends:
             # an upload that is under way keeps its place, and the newcomer is told to come again
-            silent = self.loop.time() - SILENT_SECONDS
             bodies = [other for other in ours if other.conn.their_state is h11.SEND_BODY]
-            ends = {other: other._heard for other in bodies if other._heard <= silent}
+            ends = {other: other._heard for other in bodies if now - other._heard >= SILENT_SECONDS}
         if not ends:
             return False
-        longest = min(ends, key=ends.__getitem__)
-        self.connections.discard(longest)
-        longest.transport.abort()
+        min(ends, key=ends.__getitem__)._refuse(self._no_place())  # a reset would look like a fault, and lose its request
         return True
+
+    def _no_place(self) -> RequestError:
+        return unavailable(f"All {self.limits.connections} connections are in use.")
 
     def _refuse(self, error: RequestError) -> None:
         """Answers with an error and ends; without h11, which may be in no state to answer."""
@@ -178,5 +187,9 @@ class Connection(H11Protocol):
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in fields.items())]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
         # closing at once, with bytes of the client unread, would reset the connection before it has read the answer
-        self.transport.write_eof()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has ended it, and asyncio does not know yet
+            self.transport.abort()
+            return
         self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)

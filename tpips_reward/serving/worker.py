@@ -225,17 +225,18 @@ def _receive(process: Any, pipe: Connection, seconds: float) -> tuple[str, Any]:
 
 
 def _work(pipe: Connection, source: Callable[[], Rewards]) -> None:
-    """The process: ends when the server closes the pipe or is gone itself, and not by a signal meant for both."""
+    """The process: ends when the server closes the pipe or is gone itself, and not, once it has loaded, by a signal for both."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rewards: Rewards | None = None
     try:
         rewards = source()
+        loaded: tuple[str, Any] = ("ready", rewards.facts)
     except TPIPSError as error:
-        pipe.send(("failed", str(error)))
-        return
-    pipe.send(("ready", rewards.facts))
+        loaded = ("failed", str(error))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not before, for while it loads it does not see that the server is gone
     try:
-        while True:
+        pipe.send(loaded)
+        while rewards is not None:
             pipe.send(("scores", score_items(rewards, pipe.recv())))
     except (EOFError, OSError):
         return
