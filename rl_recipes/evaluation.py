@@ -126,7 +126,9 @@ def evaluate(
     own = range(accelerator.process_index, -(-count // world) * world if calls_together(accelerator) else count, world)
     found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
     most = run.samples_per_batch or run.prompts_per_iteration * run.num_generations
-    asked = _once_each(((index, prompts[index]) for index in own), lambda item: item[1].key)
+    asked: Iterable[tuple[int, Prompt]] = ((index, prompts[index]) for index in own)
+    if not calls_together(accelerator):
+        asked = _once_each(asked, lambda item: item[1].key)
     batches = same_size_batches(asked, lambda item: job.editor.output_size(item[1].image), most)
     while True:
         batch = next(batches, None)

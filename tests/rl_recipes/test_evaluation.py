@@ -107,6 +107,20 @@ def test_a_photograph_that_stands_in_for_a_broken_one_counts_once(tmp_path: Path
     assert [row["key"] for row in result.rows] == ["line-2", "line-3"] == list(result.images_by_key())
 
 
+def test_where_weights_are_shared_a_photograph_that_stands_in_is_edited_as_often_as_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one process would call the transformer less often than the others, which would wait for it."""
+    asked: list[tuple[bool, ...]] = []
+    monkeypatch.setattr(evaluation, "calls_together", lambda accelerator: True)
+    monkeypatch.setattr(evaluation, "any_process", lambda accelerator, *flags: asked.append(flags) or flags)
+    image = torch.rand(3, 32, 32, generator=generator(0))
+    prompts = [Prompt(image, "make it red", ("background",), (), key) for key in ("line-2", "line-2", "line-3")]
+    result = _evaluate(tiny_editor(), tmp_path, prompts, 3, samples_per_batch=1)
+    assert asked == [(False, True)] * 3 + [(False, False)]
+    assert [row["key"] for row in result.rows] == ["line-2", "line-3"]
+
+
 def test_pixels_that_are_not_finite_are_never_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     editor = tiny_editor()
     monkeypatch.setattr(editor, "decode", lambda latents, conditions: [torch.full((3, 32, 32), torch.nan)] * len(latents))
