@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             dataset = rendering_folder.with_edits(dataset, folder.path, checkpoints)
             _score(args, dataset, folder.path, settings)
             if args.data is None:
-                _tell_truth(args, folder.path, checkpoints)
+                tell_truth(args, folder.path, checkpoints)
     accelerator.end_training()
     return 0
 
@@ -209,7 +209,7 @@ def _score(args: argparse.Namespace, dataset: Dataset, folder: Path, settings: S
     print(ending(report, target))
 
 
-def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
+def tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
     """What is known of procedural edits, beside what the metric says of them."""
     from PIL import Image
 
@@ -221,7 +221,7 @@ def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Ch
     print("\nKnown from the scenes' parameters, without the metric:\n")
     print(f"| checkpoint | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     for checkpoint, values in truth.items():
-        print(f"| {checkpoint} | {' | '.join(f'{value:.4f}' for value in values.values())} |")
+        print(f"| {checkpoint} | {' | '.join('–' if v is None else f'{v:.4f}' for v in values.values())} |")
 
 
 def editor_defaults(editor: str) -> dict[str, Any]:
