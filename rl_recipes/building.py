@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, is_tensorboard_available, is_trackio_available, is_wandb_available
 from transformers.integrations import unset_hf_deepspeed_config
 
-from rl_recipes import sharding, zero
+from rl_recipes import logs, sharding, zero
 from rl_recipes.config import Arguments, ConfigError
 from rl_recipes.editors import Editor, EditorError, load_editor
 from rl_recipes.job import Job
@@ -61,7 +61,7 @@ def build_accelerator(args: Arguments) -> Accelerator:
         # Under ZeRO-3 transformers would share out whatever it loads, the metric too; the transformer is shared out later.
         unset_hf_deepspeed_config()
     if not accelerator.is_main_process:
-        logging.getLogger("rl_recipes").setLevel(logging.ERROR)
+        logs.quieten()
     set_threads(accelerator, g.threads)
     return accelerator
 
