@@ -146,9 +146,10 @@ def evaluate(
         steps = run.eval_inference_steps or run.num_inference_steps
         with accelerator.autocast():  # the transformer alone, as in training
             final = rollout(job.editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
-        edits = decode(job.editor, final, conditions, f"evaluation_{name}")
+        where = f"evaluation_{name}/edit_{batch[0][0]:06d}"
+        edits = decode(job.editor, final, conditions, where)
         sources = [fitted_source(job.editor, prompt) for prompt in chosen]
-        out = score(job.reward, edits, sources, chosen, f"evaluation_{name}", job.folder)
+        out = score(job.reward, edits, sources, chosen, where, job.folder)
         nothing = torch.full((len(batch),), math.nan)
         for i, (index, prompt) in enumerate(batch):
             row: dict[str, Any] = {
