@@ -6,7 +6,7 @@
     remote:http://host:8000=0.5                           a reward server (tpips-reward serve), see docs/serving.md
     my_module:my_function=0.3                             a function of yours, see `FunctionReward`
 
-`open_source` is the one place where a name becomes a reward; another kind of source is one line in it.
+`build_rewards` makes them: TPIPS modes of one metric together, and each other source by `open_source`.
 """
 
 from __future__ import annotations
