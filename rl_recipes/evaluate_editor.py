@@ -27,8 +27,7 @@ from rl_recipes import rendering_folder
 from rl_recipes.building import set_threads
 from rl_recipes.editor_checkpoints import Checkpoint, find_checkpoints
 from rl_recipes.editors import Editor, load_editor
-from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
-from rl_recipes.parsing import PRESETS, load_yaml
+from rl_recipes.parsing import PRESETS, auto_preset, load_yaml
 from rl_recipes.procedural_edits import known_truth, procedural_rows
 from rl_recipes.rendering import Sampling, render_checkpoint
 from rl_recipes.rendering_sources import check_rows, rows_digest, write_sources
@@ -226,8 +225,8 @@ def tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Che
 
 def editor_defaults(editor: str) -> dict[str, Any]:
     """The preset of the editor's family; none where the editor brings defaults of its own, as the built-in one."""
-    own = editor == BUILTIN or (Path(editor) / DEFAULTS_FILE).is_file()
-    return {} if own else load_yaml(PRESETS / f"{preset_for(editor)}.yaml")
+    name = auto_preset(editor)
+    return {} if name == "none" else load_yaml(PRESETS / f"{name}.yaml")
 
 
 def _dtype(name: str) -> str | None:
