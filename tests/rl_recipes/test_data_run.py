@@ -11,7 +11,7 @@ from PIL import Image
 
 from rl_recipes import grpo_edit, session
 
-skimage_data = pytest.importorskip("skimage.data")
+skimage_data = pytest.importorskip("skimage.data", reason="needs the extra data: pip install 'tpips-reward[data]'")
 
 ROWS = [
     ("astronaut", "make the suit green", ["background", "face"], ["suit color"]),
