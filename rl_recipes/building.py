@@ -11,14 +11,15 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, is_tensorboard_available, is_trackio_available, is_wandb_available
 from transformers.integrations import unset_hf_deepspeed_config
 
-from rl_recipes import sharding, zero
+from rl_recipes import logs, sharding, zero
 from rl_recipes.config import Arguments, ConfigError
 from rl_recipes.editors import Editor, EditorError, load_editor
 from rl_recipes.job import Job
 from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptSource, Row
-from rl_recipes.rewards import Rewards, build_rewards
+from rl_recipes.rewards import Rewards, build_rewards, parse_entries
 from rl_recipes.runs import RunFolder
 from rl_recipes.seeds import ADAPTER, generator
+from tpips_reward.errors import TPIPSError
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def build_accelerator(args: Arguments) -> Accelerator:
         # Under ZeRO-3 transformers would share out whatever it loads, the metric too; the transformer is shared out later.
         unset_hf_deepspeed_config()
     if not accelerator.is_main_process:
-        logging.getLogger("rl_recipes").setLevel(logging.ERROR)
+        logs.quieten()
     set_threads(accelerator, g.threads)
     return accelerator
 
@@ -168,7 +169,9 @@ def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, tor
     return editor, optimizer
 
 
-def build_prompts(args: Arguments, editor: Editor, reward: Rewards) -> tuple[PromptSource, PromptSource, int]:
+def build_prompts(
+    args: Arguments, editor: Editor, reward: Rewards, judge: Rewards | None = None
+) -> tuple[PromptSource, PromptSource, int]:
     """Prompts to train on, prompts to evaluate on, and how many of the latter there are.
 
     A user's own edits serve both: their rows in order for the evaluation.
@@ -180,12 +183,17 @@ def build_prompts(args: Arguments, editor: Editor, reward: Rewards) -> tuple[Pro
         return train, ProceduralPrompts(g.eval_seed, "test", size), g.eval_samples
 
     def check(row: Row) -> None:
-        """What editor and reward would refuse later, when nothing could be skipped any more."""
+        """What editor, reward and judge would refuse later, when nothing could be skipped any more."""
         if len(row.images) > 1 and not editor.takes_several:
             raise EditorError(f"it has {len(row.images)} images, but this editor takes one condition image.")
         editor.output_size([torch.empty((3, height, width), device="meta") for width, height in row.sizes])
         editor.check_instruction(row.instruction)
         reward.check_aspects(row.preserve, row.target)
+        try:
+            if judge is not None:
+                judge.check_aspects(row.preserve, row.target)
+        except TPIPSError as error:
+            raise ConfigError(f"--judge cannot answer for it: {error}") from error
 
     rows = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
     aimless = sum(not row.target for row in rows.rows)
@@ -198,6 +206,12 @@ def build_prompts(args: Arguments, editor: Editor, reward: Rewards) -> tuple[Pro
     return rows, rows.in_file_order(), min(g.eval_samples, len(rows))
 
 
+def _metric(args: Arguments) -> str | None:
+    """--metric, where a TPIPS reward uses it; others bring their own, or have none."""
+    tpips = [dict(entry.options) for entry in parse_entries(args.reward.reward) if entry.family == "tpips"]
+    return args.reward.metric if any("metric" not in options for options in tpips) else None
+
+
 def describe(job: Job) -> dict[str, Any]:
     """What ran, for ``summary.json``."""
     args, accelerator = job.args, job.accelerator
@@ -206,7 +220,7 @@ def describe(job: Job) -> dict[str, Any]:
         "recipe": args.algorithm.recipe,
         "editor": args.editor.editor,
         "pipeline": job.editor.pipeline_class,
-        "metric": args.reward.metric,
+        "metric": _metric(args),
         "reward": job.reward.text,
         "judge": args.reward.judge,
         "gate": gates[0].kind if gates else None,

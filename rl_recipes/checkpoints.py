@@ -55,7 +55,8 @@ def save_checkpoint(
         module: its trainable parameters are saved exactly.
         optimizer: anything with ``state_dict()``.
         extra: plain numbers, texts, lists, dicts and tensors.
-        keep: older checkpoints beyond so many are removed once the new one is there.
+        keep: so many are left once the new one is there, itself included: older ones are removed, and those of later
+            iterations.
         also: writes further files into the folder that it is given.
 
     Raises:
@@ -81,7 +82,7 @@ def save_checkpoint(
             torch.save(state, buffer)
             # Through Python's own files, whose errors say what is wrong with the disk.
             (work / _WEIGHTS).write_bytes(save(weights))
-            (work / _STATE).write_bytes(buffer.getvalue())
+            (work / _STATE).write_bytes(buffer.getbuffer())
             also(work)
             _write_manifest(work, iteration)
             if final.exists():
@@ -90,7 +91,10 @@ def save_checkpoint(
             sync(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        for old in _steps(folder)[keep:]:
+        steps = _steps(folder)
+        at = steps.index(final)
+        # What is numbered above it was damaged, and passed over when the run resumed.
+        for old in steps[:at] + steps[at + keep :]:
             shutil.rmtree(old, ignore_errors=True)
     return final
 

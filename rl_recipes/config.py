@@ -19,7 +19,7 @@ RESUMABLE = frozenset(
     {
         "output_dir", "resume", "overwrite", "preset", "max_steps", "max_minutes", "save_steps",
         "save_total_limit", "report_to", "threads", "sample_grids", "on_bad_row", "stop_on_hack", "reward_retries",
-        "push_to_hub", "hub_model_id", "hub_private",
+        "push_to_hub", "hub_model_id", "hub_private", "offload_text_encoders",
     }
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ class RewardArguments:
         "auto", "Type of the metric's weights; 'auto' is float32 on a CPU and bfloat16 elsewhere."
     )
     reward_device: str | None = _setting(None, "Device of the metric, such as cuda:1; left out: the editor's.")
-    reward_retries: int = _setting(2, "A reward of your own or on a server that fails is asked again so many times.")
+    reward_retries: int = _setting(2, "A reward of your own that fails is asked again so many times.")
     normalise: Literal["together", "separately"] = _setting(
         "together", "Several rewards are added, then normalised to advantages; or each is normalised, then added."
     )

@@ -27,8 +27,7 @@ from rl_recipes import rendering_folder
 from rl_recipes.building import set_threads
 from rl_recipes.editor_checkpoints import Checkpoint, find_checkpoints
 from rl_recipes.editors import Editor, load_editor
-from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
-from rl_recipes.parsing import PRESETS, load_yaml
+from rl_recipes.parsing import PRESETS, auto_preset, load_yaml
 from rl_recipes.procedural_edits import known_truth, procedural_rows
 from rl_recipes.rendering import Sampling, render_checkpoint
 from rl_recipes.rendering_sources import check_rows, rows_digest, write_sources
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             dataset = rendering_folder.with_edits(dataset, folder.path, checkpoints)
             _score(args, dataset, folder.path, settings)
             if args.data is None:
-                _tell_truth(args, folder.path, checkpoints)
+                tell_truth(args, folder.path, checkpoints)
     accelerator.end_training()
     return 0
 
@@ -209,7 +208,7 @@ def _score(args: argparse.Namespace, dataset: Dataset, folder: Path, settings: S
     print(ending(report, target))
 
 
-def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
+def tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
     """What is known of procedural edits, beside what the metric says of them."""
     from PIL import Image
 
@@ -221,13 +220,13 @@ def _tell_truth(args: argparse.Namespace, folder: Path, checkpoints: Sequence[Ch
     print("\nKnown from the scenes' parameters, without the metric:\n")
     print(f"| checkpoint | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     for checkpoint, values in truth.items():
-        print(f"| {checkpoint} | {' | '.join(f'{value:.4f}' for value in values.values())} |")
+        print(f"| {checkpoint} | {' | '.join('–' if v is None else f'{v:.4f}' for v in values.values())} |")
 
 
 def editor_defaults(editor: str) -> dict[str, Any]:
     """The preset of the editor's family; none where the editor brings defaults of its own, as the built-in one."""
-    own = editor == BUILTIN or (Path(editor) / DEFAULTS_FILE).is_file()
-    return {} if own else load_yaml(PRESETS / f"{preset_for(editor)}.yaml")
+    name = auto_preset(editor)
+    return {} if name == "none" else load_yaml(PRESETS / f"{name}.yaml")
 
 
 def _dtype(name: str) -> str | None:

@@ -126,7 +126,9 @@ def evaluate(
     own = range(accelerator.process_index, -(-count // world) * world if calls_together(accelerator) else count, world)
     found: list[tuple[int, dict[str, Any], torch.Tensor | None]] = []
     most = run.samples_per_batch or run.prompts_per_iteration * run.num_generations
-    asked = _once_each(((index, prompts[index]) for index in own), lambda item: item[1].key)
+    asked: Iterable[tuple[int, Prompt]] = ((index, prompts[index]) for index in own)
+    if not calls_together(accelerator):
+        asked = _once_each(asked, lambda item: item[1].key)
     batches = same_size_batches(asked, lambda item: job.editor.output_size(item[1].image), most)
     while True:
         batch = next(batches, None)
@@ -144,9 +146,10 @@ def evaluate(
         steps = run.eval_inference_steps or run.num_inference_steps
         with accelerator.autocast():  # the transformer alone, as in training
             final = rollout(job.editor, conditions, generators, num_steps=steps, guidance_scale=guidance).final
-        edits = decode(job.editor, final, conditions, f"evaluation_{name}")
+        where = f"evaluation_{name}/edit_{batch[0][0]:06d}"
+        edits = decode(job.editor, final, conditions, where)
         sources = [fitted_source(job.editor, prompt) for prompt in chosen]
-        out = score(job.reward, edits, sources, chosen, f"evaluation_{name}", job.folder)
+        out = score(job.reward, edits, sources, chosen, where, job.folder)
         nothing = torch.full((len(batch),), math.nan)
         for i, (index, prompt) in enumerate(batch):
             row: dict[str, Any] = {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 
 from rl_recipes.config import Arguments, ConfigError
 from rl_recipes.evaluation import MEASURES
@@ -32,29 +30,24 @@ def push(folder: Path, summary: dict[str, Any], args: Arguments) -> str:
     """Uploads a run's results in one commit; returns the repository's address.
 
     Raises:
-        RunError: the Hub refuses or cannot be reached.
+        RunError: a file cannot be read, or the Hub refuses or cannot be reached.
     """
     name = args.run.hub_model_id
     assert name is not None
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
-        shutil.copytree(folder / "adapter", work, dirs_exist_ok=True)
-        for part in FILES:
-            if (folder / part).is_dir():
-                shutil.copytree(folder / part, work / part)
-            elif (folder / part).is_file():
-                shutil.copy2(folder / part, work / part)
-        (work / "README.md").write_text(card(summary, args), encoding="utf-8")
-        try:
-            api = HfApi()
-            address = api.create_repo(name, private=args.run.hub_private, exist_ok=True)
-            api.upload_folder(repo_id=name, folder_path=work, commit_message=f"{summary['recipe']}, {summary['reward']}")
-        except Exception as error:  # the client's errors are of many kinds, and each means that it was not uploaded
-            reason = " ".join(str(error).split())[:200]
-            raise RunError(
-                f"{name} could not be uploaded ({type(error).__name__}: {reason}); everything is in {folder}, and "
-                "`hf upload` takes it from there."
-            ) from error
+    try:  # from where they lie: all weights of a transformer are tens of gigabytes
+        files = [CommitOperationAdd("README.md", card(summary, args).encode())]
+        for root, paths in ((folder / "adapter", [folder / "adapter"]), (folder, [folder / part for part in FILES])):
+            found = (file for path in paths for file in (path, *sorted(path.rglob("*"))) if file.is_file())
+            files += [CommitOperationAdd(file.relative_to(root).as_posix(), file) for file in found]
+        api = HfApi()
+        address = api.create_repo(name, private=args.run.hub_private, exist_ok=True)
+        api.create_commit(name, files, commit_message=f"{summary['recipe']}, {summary['reward']}")
+    except Exception as error:  # the client's errors are of many kinds, and each means that it was not uploaded
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(
+            f"{name} could not be uploaded ({type(error).__name__}: {reason}); everything is in {folder}, and "
+            "`hf upload` takes it from there."
+        ) from error
     return str(address)
 
 
@@ -66,6 +59,7 @@ def card(summary: dict[str, Any], args: Arguments) -> str:
     load = "transformer = <the transformer's class>.from_pretrained(\"%s\", subfolder=\"transformer\")" if full else (
         'pipe.load_lora_weights("%s")'
     )  # fmt: skip
+    metric = f" (`{summary['metric']}`)" if summary["metric"] else ""
     rows = [
         f"| {measure} | {summary['before'][measure]:.4f} | {summary['after'][measure]:.4f} |"
         for measure in MEASURES
@@ -76,8 +70,8 @@ def card(summary: dict[str, Any], args: Arguments) -> str:
     return (
         f"---\nlibrary_name: diffusers\n{base}tags:\n{tags}\n---\n\n"
         f"# {args.run.hub_model_id}\n\n"
-        f"`{summary['editor']}` fine-tuned with `{summary['recipe']}` of tpips-reward, rewarded by `{summary['reward']}` "
-        f"({summary['metric']}), {summary['iterations']} iterations, seed {summary['seed']}.\n\n"
+        f"`{summary['editor']}` fine-tuned with `{summary['recipe']}` of tpips-reward, rewarded by `{summary['reward']}`"
+        f"{metric}, {summary['iterations']} iterations, seed {summary['seed']}.\n\n"
         f"```python\n{load % args.run.hub_model_id}\n```\n\n"
         f"## {summary['evaluated']} {what}, same noise before and after\n\n{table}\n\n"
         "`report.html` has curves, samples, scores by aspect and all settings.\n"

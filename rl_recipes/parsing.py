@@ -24,7 +24,7 @@ from rl_recipes.config import (
     RewardArguments,
     RunArguments,
 )
-from rl_recipes.editors.registry import DEFAULTS_FILE, preset_for
+from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
 
 PRESETS = Path(__file__).parent / "configs"
 
@@ -132,13 +132,18 @@ def _nearest(name: str, known: list[str], dashes: str = "") -> str:
     return f" Did you mean {dashes}{near[0]}?" if near else " --help lists all flags."
 
 
+def auto_preset(editor: str) -> str:
+    """The preset that 'auto' stands for: that of the editor's family, or 'none'."""
+    # A folder that brings defaults of its own is a small editor, to which a preset for GPUs does not apply.
+    own = editor == BUILTIN or (Path(editor) / DEFAULTS_FILE).is_file()
+    return "none" if own else preset_for(editor)
+
+
 def _preset(args: Arguments) -> tuple[dict[str, Any], str]:
     """The preset's settings, without those of other algorithms than the one that runs, and its file."""
     editor, name = args.editor, args.editor.preset
     if name == "auto":
-        # A folder that brings defaults of its own is a small editor, to which a preset for GPUs does not apply.
-        own = editor.editor == "builtin" or os.path.isfile(os.path.join(editor.editor, DEFAULTS_FILE))
-        name = "none" if own else preset_for(editor.editor)
+        name = auto_preset(editor.editor)
     if name == "none":
         return {}, ""
     path = PRESETS / f"{name}.yaml"

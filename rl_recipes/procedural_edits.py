@@ -37,13 +37,13 @@ def procedural_rows(folder: Path, count: int, seed: int, size: int, write: bool)
 
 def known_truth(
     folder: Path, checkpoints: Sequence[Checkpoint], count: int, seed: int, size: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """Means of what is known of procedural edits without any metric (`measure_edit`), by checkpoint; of one whose edits
-    are not all there nothing is said.
+    are not all there nothing is said, and None is what cannot be known.
 
     The reader sees by it whether the report's order is the true one.
     """
-    prompts, result = ProceduralPrompts(seed, "test", size), {}
+    prompts, result = ProceduralPrompts(seed, "test", size), dict[str, dict[str, float | None]]()
     for checkpoint in checkpoints:
         if not all(edit_path(folder, checkpoint, prompts[index].key).exists() for index in range(count)):
             continue
@@ -56,7 +56,7 @@ def known_truth(
         drifts = [m.drift for m in measures if m.drift == m.drift]  # NaN where an edit changes everything
         result[checkpoint.name] = {
             "edit_success": sum(m.success for m in measures) / count,
-            "drift": sum(drifts) / max(1, len(drifts)),
+            "drift": sum(drifts) / len(drifts) if drifts else None,
             "object_lost": sum(m.object_lost for m in measures) / count,
             "l1_to_ideal": sum(m.l1_to_ideal for m in measures) / count,
             "copy_rate": sum(m.copied for m in measures) / count,

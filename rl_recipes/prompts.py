@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
+from rl_recipes.logs import each_process
 from tpips_reward.errors import TPIPSError
 from tpips_reward.images import to_tensors
 from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
@@ -144,7 +145,7 @@ class JSONLPrompts:
 
     Attributes:
         rows: the usable rows.
-        bad: (line number, reason) of each row that was skipped, those found later included.
+        bad: (line number, reason) of each row that was skipped, those that this process found later included.
         fingerprint: SHA-256 of the file and of its images' sizes in pixels and bytes, so that a run that resumes can
             tell whether they have changed; of an image that was exchanged for one of equal sizes it knows nothing.
 
@@ -205,7 +206,7 @@ class JSONLPrompts:
                 loaded = tuple(load_image(path) for path in row.images)
             except PromptError as error:
                 self._broken.add(row.line)
-                self._reject(row.line, str(error))
+                self._reject(row.line, str(error), each_process)
                 continue
             image = loaded[0] if len(loaded) == 1 else loaded
             return Prompt(image, row.instruction, row.preserve, row.target, key=f"line-{row.line}")
@@ -223,7 +224,7 @@ class JSONLPrompts:
             return place
         return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))[place])
 
-    def _reject(self, line: int, reason: str) -> None:
+    def _reject(self, line: int, reason: str, log: logging.Logger = log) -> None:
         if self.on_bad_row == "error":
             raise PromptError(f"{self.path}, line {line}: {reason} (--on_bad_row skip goes on without such rows.)")
         self.bad.append((line, reason))

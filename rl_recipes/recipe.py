@@ -51,7 +51,7 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
     judge = building.build_judge(args, accelerator.device)
     building.check_judge(judge, reward)
     editor, optimizer = building.build_editor(args, accelerator)
-    prompts, held_out, num_held_out = building.build_prompts(args, editor, reward)
+    prompts, held_out, num_held_out = building.build_prompts(args, editor, reward, judge)
     stop = StopSignal(alone=accelerator.num_processes == 1)
     display = Display(args.run.max_steps, enabled=accelerator.is_main_process)
     average = MovingAverage(editor.lora_parameters(), args.ema_decay()) if args.ema_decay() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ def edit_rows(batches: Sequence[Edits], judge: Rewards | None = None) -> list[di
         edges = [hacks.edge_density(images).tolist() for images in (batch.edits, batch.sources)]
         change = hacks.largest_change(batch.edits, batch.sources).tolist()
         judged = _judge(batch, judge)
+        if judged is None:  # a server that is down is waited for once an iteration, and not once a batch
+            judge, judged = None, {}
         for i, item in enumerate(batch.drawn):
             row: dict[str, Any] = {
                 "group": item.group,
@@ -72,8 +75,8 @@ def _known(edit: Any, image: torch.Tensor) -> dict[str, Any]:
 _FIELD = {"edit_success": "success"}
 
 
-def _judge(batch: Edits, judge: Rewards | None) -> dict[int, dict[str, float]]:
-    """What the judge says of the first edit of each group; nothing where it fails, for training does not depend on it."""
+def _judge(batch: Edits, judge: Rewards | None) -> dict[int, dict[str, float]] | None:
+    """What the judge says of the first edit of each group; None where it fails, for training does not depend on it."""
     first = [i for i, item in enumerate(batch.drawn) if item.sample == 0]
     if judge is None or not first:
         return {}
@@ -81,10 +84,15 @@ def _judge(batch: Edits, judge: Rewards | None) -> dict[int, dict[str, float]]:
         scores = judge(
             [batch.edits[i] for i in first], [batch.sources[i] for i in first], [batch.drawn[i].prompt for i in first]
         ).scores.tolist()
-    except Exception:
-        log.exception("The judge failed, and this iteration has no judgement.")
-        return {}
+    except Exception as error:  # noqa: BLE001  whatever it is, training does not depend on it
+        _say_once(f"The judge failed ({type(error).__name__}: {error}); iterations where it does lack its judgement.")
+        return None
     return {i: {"judge": score} for i, score in zip(first, scores, strict=True)}
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    log.error(sentence)
 
 
 def summarise_rows(rows: Sequence[dict[str, Any]], weights: dict[str, float] | None = None) -> dict[str, Any]:
@@ -107,8 +115,8 @@ def summarise_rows(rows: Sequence[dict[str, Any]], weights: dict[str, float] | N
         line["zero_std_share"] = float(np.mean([size == 0 for size in largest.values()]))
     for name in weights if weights and len(weights) > 1 else ():
         line |= _known_mean(f"reward/{name}", [row["parts"][name] for row in rows])
-    for name in rows[0]["terms"]:
-        line |= _known_mean(f"term_{name}", [row["terms"][name] for row in rows])
+    for name in dict.fromkeys(name for row in rows for name in row["terms"]):  # a function of the user's may name others
+        line |= _known_mean(f"term_{name}", [row["terms"].get(name, math.nan) for row in rows])
     for name in rows[0].get("looks", {}):
         line |= _known_mean(name, [row["looks"][name] for row in rows])
     for name in KNOWN:

@@ -6,14 +6,13 @@
     remote:http://host:8000=0.5                           a reward server (tpips-reward serve), see docs/serving.md
     my_module:my_function=0.3                             a function of yours, see `FunctionReward`
 
-`open_source` is the one place where a name becomes a reward; another kind of source is one line in it.
+`build_rewards` makes them: TPIPS modes of one metric together, and each other source by `open_source`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 import os
 import re
@@ -27,13 +26,12 @@ import torch
 from torch import Tensor
 
 from rl_recipes.config import ConfigError, RewardArguments
+from rl_recipes.logs import each_process
 from rl_recipes.prompts import Prompt
 from tpips_reward import load_metric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards import RewardOutput, TPIPSReward, parse_reward
 from tpips_reward.serving.client import RemoteReward
-
-log = logging.getLogger(__name__)
 
 #: What may stand in brackets behind a TPIPS reward.
 TPIPS_OPTIONS = ("metric", "revision", "device", "dtype", "gate", "gate_threshold", "gate_weight")
@@ -280,7 +278,7 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
                 kind = "" if isinstance(error, TPIPSError) else f"{type(error).__name__}: "
                 raise TPIPSError(f"{names}: {kind}{error}") from error
             wait = min(2.0**attempt, LONGEST_WAIT)
-            log.warning(
+            each_process.warning(
                 "The reward %s failed (%s: %s); it is asked again in %.0f s.",
                 names, type(error).__name__, error, wait,
             )  # fmt: skip

@@ -105,7 +105,7 @@ def to_image(pixels: torch.Tensor) -> Image.Image:
 class RunFolder:
     """The output folder of one run: ``with folder`` keeps other runs out of it.
 
-    Only the main process writes. All files but ``metrics.jsonl`` are replaced as a whole; that one is appended to, a
+    Only the main process writes, except that each keeps the batches on which its reward failed. All files but ``metrics.jsonl`` are replaced as a whole; that one is appended to, a
     line an iteration, and a broken last line is dropped when the run resumes.
 
     Args:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import gather_object
 
 from rl_recipes import html_report, hub
 from rl_recipes.building import describe
@@ -293,6 +294,8 @@ class Session:
         """Writes adapter, grids, curves, summary and report, and prints the before/after table."""
         job = self.job
         path = job.folder.path
+        # Each process finds broken photographs among those that it draws.
+        bad = sorted(set(gather_object(list(getattr(self.held_out, "bad", [])))))
         with whole(job.optimizer), disk_errors(path / "adapter"):
             if job.accelerator.is_main_process:
                 self._save_adapter(path / "adapter")
@@ -315,7 +318,7 @@ class Session:
             "seconds": self.clock.elapsed(),
             "warnings": warnings,
             "saturated": sorted(self.queue.saturated()) if job.args.run.skip_saturated else [],
-            "bad_rows": [{"line": line, "reason": reason} for line, reason in getattr(self.held_out, "bad", [])],
+            "bad_rows": [{"line": line, "reason": reason} for line, reason in bad],
             **describe(job),
         }
         write_json(path / "summary.json", summary)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,8 +72,3 @@ def shard(transformer: Any, accelerator: Accelerator) -> None:
     for module in [m for m in transformer.modules() if type(m).__name__ in kinds]:
         fully_shard(module, mesh=mesh, ignored_params=trained)
     fully_shard(transformer, mesh=mesh, ignored_params=trained)
-
-
-def shared_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the module's weights in this process."""
-    return sum(getattr(p, "_local_tensor", p).nbytes for p in module.parameters())

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl_recipes.algorithms.nft import follow
+from rl_recipes.swapping import swapped
 from tpips_reward.errors import TPIPSError
 
 
@@ -31,16 +32,8 @@ class ShadowWeights:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """The shadow in place of the weights, for the block; no graph may be open that the weights are part of."""
-        trained = [p.data for p in self._parameters]
-        self._put(self.tensors)
-        try:
+        with swapped(self._parameters, self.tensors):
             yield
-        finally:
-            self._put(trained)
-
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.data = value
 
     def state_dict(self) -> dict[str, Any]:
         """CPU copies of the tensors, for a checkpoint."""

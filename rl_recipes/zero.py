@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO behind the optimizer that the recipes know: `step`, `zero_grad`, `param_groups`, `state_dict`.
 
 ZeRO-2 shares gradients, optimizer state and the float32 copy of what trains among the processes, ZeRO-3 the weights as well.
-Checkpoints are those of every other launch: each process gathers, the main one writes, and any launch takes them up.
+Checkpoints are those of every other launch: all processes gather, the main one keeps and writes, and any launch takes them up.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class ZeroOptimizer:
         )
         editor.call_through(self._engine)
         self._gathered: dict[str, Any] | None = None
+        self._writes = accelerator.is_main_process
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ class ZeroOptimizer:
 
     @contextmanager
     def whole(self, moments: bool = False) -> Iterator[None]:
-        """Weights, and with ``moments`` the optimizer's state, whole in every process; all processes must enter.
+        """Weights whole in every process, and with ``moments`` the optimizer's state in the main one; all must enter.
 
         What the main process changes in the weights is what all have afterwards.
         """
@@ -154,17 +155,18 @@ class ZeroOptimizer:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         inner = self._inner()
-        step = next((state["step"] for state in inner.state.values() if "step" in state), None)
-        states: dict[int, Any] = {} if step is None else {
-            index: {"step": torch.tensor(float(step)),
-                    **{name: safe_get_full_optimizer_state(p, name).reshape(_shape(p)).cpu() for name in _MOMENTS}}
-            for index, p in enumerate(self._parameters)
-        }  # fmt: skip
+        step: Any = next((state["step"] for state in inner.state.values() if "step" in state), None)
+        states: dict[int, Any] = {}
+        for index, p in enumerate(self._parameters if step is not None else ()):
+            moments = {name: safe_get_full_optimizer_state(p, name) for name in _MOMENTS}  # with all processes
+            if self._writes:  # the others have no use for it, and a machine's processes would fill its memory together
+                kept = {name: value.reshape(_shape(p)).cpu() for name, value in moments.items()}
+                states[index] = {"step": torch.tensor(float(step)), **kept}
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
         return {"state": states, "param_groups": [{**group, "params": list(range(len(self._parameters)))}]}
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's own layout, as `torch.optim.AdamW` would give it; within `whole` with ``moments``."""
+        """AdamW's own layout, as `torch.optim.AdamW` would give it; in the main process, within `whole` with ``moments``."""
         assert self._gathered is not None
         return self._gathered
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from rl_recipes.editors import lora
 from rl_recipes.editors.errors import EditorError
+from rl_recipes.swapping import swapped
 from tpips_reward.files import make_readable
 
 FOLDER = "transformer"
@@ -50,16 +51,8 @@ class FullWeights:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The weights that training began with, for the block; graphs built before stay valid."""
-        trained = [p.data for p in self.parameters()]
-        self._put(self._reference)
-        try:
+        with swapped(self.parameters(), self._reference):
             yield
-        finally:
-            self._put(trained)
-
-    def _put(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.parameters(), values, strict=True):
-            parameter.data = value
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/transformer as diffusers does; `from_pretrained` of the transformer's class takes it."""

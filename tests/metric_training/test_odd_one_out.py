@@ -162,7 +162,7 @@ def test_a_file_that_is_no_image_is_found_before_anything_runs(pictures: Path, t
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])
 def test_local_copies_through_datasets(form: str, pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="needs the extra data: pip install 'tpips-reward[data]'")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [row(), row("234"), row("015")]
     for number, record in enumerate(rows):

@@ -163,7 +163,7 @@ def test_a_folder_of_photographs(tmp_path: Path) -> None:
 
 
 def test_the_shipped_photographs() -> None:
-    pytest.importorskip("skimage")
+    pytest.importorskip("skimage", reason="needs the extra data: pip install 'tpips-reward[data]'")
     photos = shipped_photographs()
     assert len(photos) == 4 and all(len(p.parts) >= 7 for p in photos)
     assert sample_photo_triplet(np.random.default_rng(0), photos, size=48).images[2].shape[2] == 3

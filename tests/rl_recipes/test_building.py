@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from jobs import job_of, settings
+from PIL import Image
+from tiny_editors import tiny_editor
 
-from rl_recipes import building, grpo_edit
+from rl_recipes import building, grpo_edit, hub
 from rl_recipes.config import ConfigError
+from rl_recipes.evaluation import MEASURES
 from rl_recipes.parsing import parse_arguments
+from rl_recipes.prompts import JSONLPrompts
+from rl_recipes.rewards import Asked, AspectSource, Rewards
+from tpips_reward.errors import TPIPSError
 
 
 def test_a_tracker_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +53,43 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     building.build_accelerator(parse_arguments([]))
     building.build_accelerator(parse_arguments(["--threads", "5"]))
     assert used == [8, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("reward", "metric"),
+    [
+        ("tpips:preserve,my:own", "builtin:late"),
+        ("tpips:edit[metric=a/b],tpips:target[gate=none]", "builtin:late"),
+        ("tpips:preserve[metric=a/b]", None),
+        ("remote:http://host:8000,my:own", None),
+    ],
+)
+def test_a_metric_is_named_where_the_reward_uses_it(reward: str, metric: str | None, tmp_path: Path) -> None:
+    args = settings(reward=reward)
+    assert building.describe(job_of(args, tiny_editor(), tmp_path))["metric"] == metric
+    means = dict.fromkeys(MEASURES)
+    summary = {"editor": "a/b", "recipe": "x", "reward": reward, "metric": metric, "iterations": 1, "seed": 0, "before": means,
+               "after": means, "held_out": True, "evaluated": 0}  # fmt: skip
+    assert ("(`builtin:late`)" in hub.card(summary, args)) == (metric is not None) == ("builtin:late" in hub.card(summary, args))
+
+
+def test_rows_for_which_the_judge_cannot_answer_are_bad_rows(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    row = {"image": "a.png", "instruction": "make it red", "preserve": ["background"]}
+    (tmp_path / "edits.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "target": ["color"]}))
+    args, judge = settings(data=tmp_path / "edits.jsonl"), Rewards("tpips:target", [Asked(_Targets(), {"tpips:target": 1.0})])
+    prompts, _, count = building.build_prompts(args, tiny_editor(), Rewards("none"), judge)
+    assert isinstance(prompts, JSONLPrompts) and count == 1
+    assert prompts.bad == [(1, "--judge cannot answer for it: it names no target")]
+
+
+class _Targets(AspectSource):
+    def __init__(self) -> None:
+        self.reward: Any = self
+
+    def check_aspects(self, preserve: Any, target: Any) -> None:
+        if not target:
+            raise TPIPSError("it names no target")
 
 
 def test_ctrl_c_while_loading_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

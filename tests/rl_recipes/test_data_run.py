@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from rl_recipes import grpo_edit
+from rl_recipes import grpo_edit, session
 
-skimage_data = pytest.importorskip("skimage.data")
+skimage_data = pytest.importorskip("skimage.data", reason="needs the extra data: pip install 'tpips-reward[data]'")
 
 ROWS = [
     ("astronaut", "make the suit green", ["background", "face"], ["suit color"]),
@@ -37,12 +37,16 @@ def edits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "edits.jsonl"
 
 
-def test_photographs_of_several_sizes(flags: Callable[..., list[str]], edits: Path, tmp_path: Path) -> None:
+def test_photographs_of_several_sizes(
+    flags: Callable[..., list[str]], edits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
+    others = [(4, "found broken by another process"), (2, f"the image {edits.parent / 'missing.jpg'} does not exist.")]
+    monkeypatch.setattr(session, "gather_object", lambda own: own + others)
     assert grpo_edit.main(flags(run, data=edits, max_steps=2, resolution=48, eval_samples=10, sample_grids=9)) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluated"] == 4 and not summary["held_out"]
-    assert [row["line"] for row in summary["bad_rows"]] == [2] and "missing.jpg" in summary["bad_rows"][0]["reason"]
+    assert [row["line"] for row in summary["bad_rows"]] == [2, 4] and "missing.jpg" in summary["bad_rows"][0]["reason"]
     for when in ("before", "after"):
         means = summary[when]
         assert means["preserve"] is not None and means["target"] is not None and means["copy_rate"] is not None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +18,12 @@ import torch
 from conftest import METRIC
 from PIL import Image
 
-from rl_recipes import evaluate_editor
+from rl_recipes import evaluate_editor, procedural_edits
 from rl_recipes.editor_checkpoints import Checkpoint, apply_checkpoint, find_checkpoints
 from rl_recipes.editors import Editor, EditorError, load_editor
 from rl_recipes.procedural_edits import procedural_rows
 from rl_recipes.rendering import Sampling, render_checkpoint
+from rl_recipes.rendering_folder import edit_path, source_path
 from rl_recipes.rendering_sources import check_rows
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import read_manifest
@@ -399,3 +403,19 @@ def test_overwrite_costs_nothing_but_an_earlier_rendering(
 
     assert launch("--overwrite", "--data", photos) == 0
     assert sorted(pixels(tmp_path / "out")) == [f"{home}/k{n}.png" for home in ("edits/base", "sources") for n in range(3)]
+
+
+def test_a_drift_that_cannot_be_known_is_not_the_best_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Checkpoint("base")
+    for row in procedural_rows(tmp_path, 2, 0, 32, True).rows:
+        edit = edit_path(tmp_path, base, row.key)
+        edit.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source_path(tmp_path, row.key), edit)
+    measure = procedural_edits.measure_edit
+    monkeypatch.setattr(procedural_edits, "measure_edit", lambda *given: replace(measure(*given), drift=math.nan))
+    evaluate_editor.tell_truth(SimpleNamespace(count=2, data_seed=0), tmp_path, [base])  # type: ignore[arg-type]
+    truth = json.loads((tmp_path / "truth.json").read_text())["base"]
+    assert truth["drift"] is None and truth["copy_rate"] == 1.0
+    assert "| base | 0.0000 | – |" in capsys.readouterr().out

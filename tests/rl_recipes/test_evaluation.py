@@ -107,10 +107,24 @@ def test_a_photograph_that_stands_in_for_a_broken_one_counts_once(tmp_path: Path
     assert [row["key"] for row in result.rows] == ["line-2", "line-3"] == list(result.images_by_key())
 
 
+def test_where_weights_are_shared_a_photograph_that_stands_in_is_edited_as_often_as_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one process would call the transformer less often than the others, which would wait for it."""
+    asked: list[tuple[bool, ...]] = []
+    monkeypatch.setattr(evaluation, "calls_together", lambda accelerator: True)
+    monkeypatch.setattr(evaluation, "any_process", lambda accelerator, *flags: asked.append(flags) or flags)
+    image = torch.rand(3, 32, 32, generator=generator(0))
+    prompts = [Prompt(image, "make it red", ("background",), (), key) for key in ("line-2", "line-2", "line-3")]
+    result = _evaluate(tiny_editor(), tmp_path, prompts, 3, samples_per_batch=1)
+    assert asked == [(False, True)] * 3 + [(False, False)]
+    assert [row["key"] for row in result.rows] == ["line-2", "line-3"]
+
+
 def test_pixels_that_are_not_finite_are_never_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     editor = tiny_editor()
     monkeypatch.setattr(editor, "decode", lambda latents, conditions: [torch.full((3, 32, 32), torch.nan)] * len(latents))
-    with pytest.raises(DivergedError, match="4 of 4 edits of evaluation_before have pixels that are not finite"):
+    with pytest.raises(DivergedError, match="4 of 4 edits of evaluation_before/edit_000000 have pixels that are not finite"):
         _evaluate(editor, tmp_path)
 
 
@@ -163,9 +177,9 @@ def test_setbacks_are_what_got_clearly_worse() -> None:
 
 def test_a_failing_reward_stops_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlatMetric, "similarity_pairs", lambda *a, **k: torch.full((len(a[3]),), float("nan")))
-    with pytest.raises(RunError, match="failed in evaluation_before"):
+    with pytest.raises(RunError, match="failed in evaluation_before/edit_000000"):
         _evaluate(tiny_editor(), tmp_path)
-    assert (tmp_path / "failed_batch" / "evaluation_before" / "batch.json").is_file()
+    assert (tmp_path / "failed_batch" / "evaluation_before" / "edit_000000" / "batch.json").is_file()
 
 
 def test_every_measure_has_a_direction() -> None:

@@ -300,3 +300,7 @@ def test_a_line_holds_means_of_what_is_known() -> None:
     assert line["judge"] == 0.75 and "drift" not in line
     assert line["aspects"]["preserve"] == pytest.approx({"a": 0.4, "b": 0.5})
     assert "term_change" not in summarise_rows(rows[:2])
+    del rows[0]["terms"]["change"]
+    rows[3]["terms"] = {"own": 0.5}
+    line = summarise_rows(rows)
+    assert line["term_change"] == pytest.approx(0.4) and line["term_own"] == 0.5 and line["term_preserve"] == pytest.approx(1.3 / 3)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import CommitOperationAdd
+from jobs import settings
 
 from rl_recipes import grpo_edit, hub
+from rl_recipes.runs import RunError
 
 Flags = Callable[..., list[str]]
 
@@ -24,11 +29,10 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             seen.append({"name": name, **options})
             return f"https://hub.example/{name}"
 
-        def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        def create_commit(self, repo_id: str, operations: list[CommitOperationAdd], *, commit_message: str) -> None:
             if repo_id == "me/refused":
                 raise ConnectionError("no network")
-            files = {str(p.relative_to(folder_path)): p.read_bytes() for p in folder_path.rglob("*") if p.is_file()}
-            seen[-1]["files"] = files
+            seen[-1]["files"] = {o.path_in_repo: o.path_or_fileobj for o in operations}
 
     monkeypatch.setattr(hub, "HfApi", Client)
     monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: "token")
@@ -42,10 +46,11 @@ def test_a_run_is_uploaded_with_its_card(flags: Flags, tmp_path: Path, uploads: 
     assert upload["name"] == "me/lora" and upload["private"] is True and upload["exist_ok"] is True
     files = upload["files"]
     assert {"README.md", "pytorch_lora_weights.safetensors", "report.html", "samples/grid_00.png"} <= files.keys()
-    assert files["summary.json"] == (run / "summary.json").read_bytes()
+    assert files["summary.json"] == str(run / "summary.json"), "what lies on the disk is not copied"
+    assert files["pytorch_lora_weights.safetensors"] == str(run / "adapter" / "pytorch_lora_weights.safetensors")
     card = files["README.md"].decode()
     assert card.startswith("---\nlibrary_name: diffusers\n") and 'pipe.load_lora_weights("me/lora")' in card
-    assert f"| drift | {json.loads(files['summary.json'])['before']['drift']:.4f} |" in card
+    assert f"| drift | {json.loads((run / 'summary.json').read_text())['before']['drift']:.4f} |" in card
 
 
 def test_an_upload_that_fails_costs_no_run(
@@ -55,6 +60,17 @@ def test_an_upload_that_fails_costs_no_run(
     assert grpo_edit.main(flags(run, "--push_to_hub", hub_model_id="me/refused", max_steps=1, eval_samples=0)) == 0
     assert "Not uploaded: me/refused could not be uploaded (ConnectionError: no network)" in capsys.readouterr().out
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_a_file_that_cannot_be_read_costs_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "adapter").mkdir()
+    monkeypatch.setattr(hub, "card", lambda *_: "")
+    monkeypatch.setattr(hub, "CommitOperationAdd", refuse)
+    with pytest.raises(RunError, match=r"me/lora could not be uploaded \(OSError: .*Input/output error\)"):
+        hub.push(tmp_path, {}, settings(push_to_hub=True, hub_model_id="me/lora"))
 
 
 def test_without_a_login_nothing_is_begun(

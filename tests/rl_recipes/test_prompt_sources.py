@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from tiny_editors import tiny_editor
 
+from rl_recipes import logs
 from rl_recipes import prompts as module
 from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptError, load_image
 from tpips_reward import load_metric
@@ -162,6 +164,16 @@ def test_pixels_that_turn_out_broken_give_their_place_to_the_next_row(folder: Pa
         JSONLPrompts(path, on_bad_row="error")[0]
     with pytest.raises(PromptError, match="No image in .* can be decoded"):
         JSONLPrompts(_write(folder, [_row(image="broken.png")]))[0]
+
+
+def test_a_process_that_is_not_the_main_one_names_what_it_alone_has_met(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _truncate(folder / "broken.png")
+    for name in ("rl_recipes", logs.each_process.name):
+        caplog.set_level(logging.NOTSET, name)  # is put back after the test
+    logs.quieten()
+    source = JSONLPrompts(_write(folder, [_row(image="none.png"), _row(image="broken.png"), _row(image="c.png")]))
+    assert "none.png" not in caplog.text, "all processes read the same rows"
+    assert source[0].key == "line-3" and "edits.jsonl, line 2 skipped" in caplog.text
 
 
 def test_images_of_other_kinds(folder: Path) -> None:

@@ -54,6 +54,17 @@ def test_the_last_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step_000015"
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_one_that_was_passed_over_takes_no_place(keep: int, tmp_path: Path) -> None:
+    model, optimizer = _model()
+    for iteration in (10, 20):
+        save_checkpoint(tmp_path, iteration, model, optimizer, {})
+    (tmp_path / "step_000020" / "state.pt").write_bytes(b"")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000010"
+    save_checkpoint(tmp_path, 15, model, optimizer, {}, keep)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000015"][-keep:]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest", "empty manifest", "odd manifest", "unlisted"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -103,7 +103,7 @@ sys.path.insert(0, {tests!r})
 import torch
 import torch.distributed as dist
 from tiny_editors import generators, images, tiny_editor, train_a_little
-from rl_recipes.sharding import shard, shared_bytes
+from rl_recipes.sharding import shard
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -113,6 +113,9 @@ editor.add_lora(4, 8, generator=torch.Generator().manual_seed(0))
 train_a_little(editor, 0.05)
 conditions = editor.encode(images(2)[rank:rank + 1], ["make it red"])  # each process has a sample of its own
 latents = editor.noise(conditions, generators(2)[rank:rank + 1])
+
+def shared_bytes(module):
+    return sum(getattr(p, "_local_tensor", p).nbytes for p in module.parameters())
 
 def measured():
     for p in editor.lora_parameters():

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from jobs import PixelSource, draws, job_of, settings, step
-from tiny_editors import tiny_editor
+from tiny_editors import tiny_editor, train_a_little
 
 from rl_recipes import backprop, grpo, nft
 from rl_recipes.collecting import Batch, collect, make_batches
-from rl_recipes.config import BackpropArguments, DDPOArguments, NFTArguments
+from rl_recipes.config import BackpropArguments, DDPOArguments, GRPOArguments, NFTArguments
 from rl_recipes.ddpo import Statistics, assign_prompt_advantages
 from rl_recipes.job import Job
 from rl_recipes.runs import RunError
@@ -102,6 +102,34 @@ def test_nft_in_batches_is_nft_as_a_whole(tmp_path: Path) -> None:
         grpo.assign_group_advantages(batches, job)
         norms.append(nft.update(job, batches, ShadowWeights(job.editor.lora_parameters()), step())["grad_norm"])
     assert norms[0] > 0 and norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
+def test_in_mixed_precision_the_old_policy_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _job(NFTArguments, tmp_path, noise_levels=1)
+    monkeypatch.setattr(job.accelerator, "autocast", lambda: torch.autocast("cpu", torch.bfloat16))
+    batches = _sampled(job)
+    grpo.assign_group_advantages(batches, job)
+    old = ShadowWeights(job.editor.lora_parameters())
+    train_a_little(job.editor)
+    moved = nft.update(job, batches, old, step())
+    assert moved["positive"] != moved["negative"], "both are the old policy's where the new one has its weights"
+
+
+@pytest.mark.parametrize("algorithm", [GRPOArguments, BackpropArguments])
+def test_in_mixed_precision_the_reference_is_where_all_weights_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: type
+) -> None:
+    job = job_of(settings(algorithm, kl_weight=0.1), tiny_editor(), tmp_path)
+    monkeypatch.setattr(job.accelerator, "autocast", lambda: torch.autocast("cpu", torch.bfloat16))
+    job.optimizer = torch.optim.Adam(job.editor.train_all(), lr=0.0)
+    train_a_little(job.editor, 0.03)
+    if algorithm is BackpropArguments:
+        distance = backprop.update(job, make_batches(job, draws(job)), step())[1]["distance"]
+    else:
+        batches = grpo.sample(job, make_batches(job, draws(job)), step())
+        grpo.assign_group_advantages(batches, job)
+        distance = grpo.update(job, batches, step())["kl"]
+    assert distance > 0.05
 
 
 def test_ddpo_compares_a_prompt_with_its_own_past(tmp_path: Path) -> None:

@@ -93,17 +93,25 @@ def test_rows_hold_the_looks_of_every_edit_and_the_judgement_of_one_a_group(tmp_
     assert line["copy_rate"] == 0.25 and line["degenerate"] == 0.5 and "zero_std_share" not in line
 
 
-def test_a_judge_that_fails_costs_a_judgement_and_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_judge_that_fails_is_asked_once_an_iteration_and_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+
     class Failing:
         def __call__(self, *_: Any) -> RewardOutput:
+            asked.append(1)
             raise ConnectionError("the server is down")
 
     job = job_of(settings(), tiny_editor(), tmp_path)
     drawn = draws(job)
     images = [torch.rand(3, 32, 32)] * 4
+    batch = Edits(drawn, images, images, RewardOutput(torch.zeros(4), [{}] * 4, {}))
     with caplog.at_level(logging.ERROR):
-        rows = edit_rows([Edits(drawn, images, images, RewardOutput(torch.zeros(4), [{}] * 4, {}))], rewards_of({"x": Failing()}))
-    assert "The judge failed" in caplog.text and "known" in rows[0]
+        for iteration in (1, 2):
+            rows = edit_rows([batch, batch, batch], rewards_of({"x": Failing()}))
+            assert len(asked) == iteration and len(rows) == 12 and all("known" in row for row in rows[::4])
+    assert [record.getMessage() for record in caplog.records] == [
+        "The judge failed (ConnectionError: the server is down); iterations where it does lack its judgement."
+    ]
 
 
 def test_a_run_stops_at_a_sign_when_asked_to(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,28 @@ def test_a_step_leaves_averaging_and_clipping_to_deepspeed(tmp_path: Path, monke
         take_step(job, step(), [0.1])
 
 
+@pytest.mark.parametrize("main", [True, False])
+def test_only_the_process_that_writes_keeps_the_moments(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def gather(parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+        asked.append(name)
+        return torch.ones(parameter.numel())
+
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", SimpleNamespace(safe_get_full_optimizer_state=gather))
+    optimizer: Any = zero.ZeroOptimizer.__new__(zero.ZeroOptimizer)
+    optimizer._parameters, optimizer.partitions_weights, optimizer._writes = [torch.nn.Parameter(torch.zeros(2, 3))], False, main
+    inner = SimpleNamespace(state={"flat": {"step": torch.tensor(3.0)}})
+    optimizer._engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner, param_groups=[{"lr": 0.1, "params": []}]))
+    with optimizer.whole(moments=True):
+        state = optimizer.state_dict()["state"]
+    assert asked == ["exp_avg", "exp_avg_sq"], "gathering needs all processes"
+    assert {i: {n: v.tolist() for n, v in s.items()} for i, s in state.items()} == (
+        {0: {"step": 3.0, "exp_avg": [[1.0] * 3] * 2, "exp_avg_sq": [[1.0] * 3] * 2}} if main else {}
+    )
+
+
 # Without a GPU DeepSpeed compiles an operator for processes of one machine at its first start, which takes minutes.
 NO_COMPILER = """
 import importlib
@@ -119,7 +142,7 @@ def start(train):
 def shared(stage, train):
     editor, optimizer = start(train)
     plugin = SimpleNamespace(zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage}})
-    return editor, zero.ZeroOptimizer(editor, optimizer, SimpleNamespace(deepspeed_plugin=plugin), max_grad_norm=1.0)
+    return editor, zero.ZeroOptimizer(editor, optimizer, SimpleNamespace(deepspeed_plugin=plugin, is_main_process=True), max_grad_norm=1.0)
 
 def losses(editor, which):
     for i in which:
