@@ -22,7 +22,7 @@ from metric_training.evaluation.report import check_outputs
 from metric_training.evaluation.runner import evaluate
 from metric_training.training.config import TrainConfig, check_config, parse_config
 from metric_training.training.runs import finish
-from tpips_reward import load_metric
+from tpips_reward import TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_atomic, write_text
@@ -45,12 +45,18 @@ def measure_scaling(
 
     Returns:
         A row a share: "share", "agreement", "standard_error", "consensus".
+
+    Raises:
+        TPIPSError: settings that cannot be used, or two shares of one percentage, whose trainings would share a folder.
     """
-    runs = []
+    runs: list[TrainConfig] = []
     for share in shares:
         run = replace(config, train_share=float(share))
         check_config(run)
-        runs.append(replace(run, output_dir=str(folder / f"share_{round(100 * share)}")))
+        run.output_dir = str(folder / f"share_{round(100 * share)}")
+        if run.output_dir in [other.output_dir for other in runs]:
+            raise TPIPSError(f"Two shares are {round(100 * share)} %; give shares that differ in whole per cents.")
+        runs.append(run)
     rows = []
     for share, run in zip(shares, runs, strict=True):
         metric = load_metric(finish(run, launcher) / "best")

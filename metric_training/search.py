@@ -18,17 +18,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
 from metric_training.evaluation.report import check_outputs
 from metric_training.training.config import RESUMABLE, TrainConfig, check_config, parse_config, read_yaml
+from metric_training.training.model import load_start
 from metric_training.training.runs import best_agreement, finish
+from metric_training.training.state import Diverged
 from tpips_reward import TPIPSError
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_text
+from tpips_reward.fusion.base import FusionModule
+from tpips_reward.fusion.distance import spread_layers
 from tpips_reward.stopping import Interrupted
 
 BATCH = "effective_batch_size"
@@ -59,11 +63,14 @@ def read_space(path: Path | None, config: TrainConfig) -> dict[str, Any]:
             del space["lora_r"]
         return space
     space = read_yaml(path, "space")
+    hints = get_type_hints(TrainConfig)
     known = {item.name for item in fields(TrainConfig)} - RESUMABLE | {BATCH}
     for name, values in space.items():
         if name not in known:
             raise TPIPSError(f"{path} searches {name!r}, which is no setting of a training.")
         is_range = isinstance(values, dict) and {"low", "high"} <= values.keys() <= {"low", "high", "log"}
+        if is_range and float not in (hints.get(name), *get_args(hints.get(name))):
+            raise TPIPSError(f"{path}: {name} is no setting with fractions; give a list of choices, not {values!r}.")
         if not is_range and not (isinstance(values, list) and values):
             raise TPIPSError(f"{path}: {name} must be a list, or low and high (and log: true), not {values!r}.")
         if is_range:
@@ -125,6 +132,8 @@ def search(
 ) -> TrainConfig:
     """Runs trials until there are ``trials`` finished ones; writes trials.csv and best.yaml.
 
+    A trial whose loss or gradient becomes no number counts as finished, without a figure.
+
     Args:
         config: the settings that are not searched; its output_dir is not used.
         space: see :data:`SPACES`.
@@ -136,7 +145,8 @@ def search(
         The settings of the best trial.
 
     Raises:
-        TPIPSError: optuna is missing, a value of the space cannot be used, or the folder is that of another search.
+        TPIPSError: optuna is missing, a value of the space cannot be used, the folder is that of another search, or all
+            trials diverged.
         Interrupted: a trial was asked to stop.
     """
     try:
@@ -146,9 +156,13 @@ def search(
     for name, values in space.items():  # before hours go into the first trials
         for value in values if isinstance(values, list) else (values["low"], values["high"]):
             with_values(config, {name: value}, processes)
+    if "num_probes" in space:
+        _check_probes(config, space["num_probes"])
     check_outputs(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    done = optuna.trial.TrialState.COMPLETE
+    states = optuna.trial.TrialState
+    # pruned: those that diverged; the sampler keeps away from their values, of which a failed one would tell it nothing
+    done = (states.COMPLETE, states.PRUNED)
     try:
         study = optuna.create_study(
             study_name="search",
@@ -167,20 +181,40 @@ def search(
     # a new stream each time: the same one would propose the first trials again
     study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(earlier))
     for trial in earlier:
-        if trial.state == optuna.trial.TrialState.RUNNING:  # cut off: the same again, in the same folder
+        if trial.state == states.RUNNING:  # cut off: the same again, in the same folder
             study.enqueue_trial(trial.params, user_attrs={"folder": trial.user_attrs.get("folder", f"trial_{trial.number}")})
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-    while len(study.get_trials(deepcopy=False, states=(done,))) < trials:
+            study.tell(trial.number, state=states.FAIL)
+    while len(study.get_trials(deepcopy=False, states=done)) < trials:
         asked = study.ask()
         values = suggest(asked, space)
         name = asked.user_attrs.get("folder", f"trial_{asked.number}")
         asked.set_user_attr("folder", name)
-        run = finish(replace(with_values(config, values, processes), output_dir=str(folder / name)), launcher)
-        study.tell(asked, best_agreement(run))
-        _write_trials(study.get_trials(deepcopy=False, states=(done,)), folder, list(space))
+        try:
+            run = finish(replace(with_values(config, values, processes), output_dir=str(folder / name)), launcher)
+        except Diverged as error:
+            print(f"{folder / name}: {error}", file=sys.stderr)
+            study.tell(asked, state=states.PRUNED)
+        else:
+            study.tell(asked, best_agreement(run))
+        _write_trials(study.get_trials(deepcopy=False, states=done), folder, list(space))
+    if not study.get_trials(deepcopy=False, states=(states.COMPLETE,)):
+        raise TPIPSError(f"All {trials} trials in {folder} diverged; search lower learning rates in another --output_dir.")
     best = with_values(config, study.best_params, processes)
     write_text(folder / "best.yaml", yaml.safe_dump({k: v for k, v in asdict(best).items() if v is not None}, sort_keys=False))
     return best
+
+
+def _check_probes(config: TrainConfig, counts: Sequence[int]) -> None:
+    """Refuses to search what a training would not use, and more probe layers than the start has layers."""
+    if config.fusion != "mid" or config.probe_layers is not None:
+        raise TPIPSError("num_probes is searched, which only mid fusion without probe_layers has; take one of the two out.")
+    start = load_start(config)
+    if isinstance(start, FusionModule):
+        raise TPIPSError(
+            f"num_probes is searched, but {config.model_name_or_path} is a mid metric that keeps its probe layers; give a "
+            "--space without it, or another start."
+        )
+    spread_layers(max(counts), int(start.config.text_config.num_hidden_layers))
 
 
 def _check_same_search(study: Any, config: TrainConfig, space: Mapping[str, Any], folder: Path) -> None:
@@ -203,8 +237,8 @@ def _write_trials(trials: Sequence[Any], folder: Path, names: list[str]) -> None
     table = io.StringIO()
     writer = csv.writer(table)
     writer.writerow(["folder", "validation_agreement", *names])
-    for trial in sorted(trials, key=lambda trial: -trial.value):
-        writer.writerow([trial.user_attrs["folder"], trial.value, *(trial.params[name] for name in names)])
+    for trial in sorted(trials, key=lambda trial: math.inf if trial.value is None else -trial.value):
+        writer.writerow([trial.user_attrs["folder"], "diverged" if trial.value is None else trial.value, *(trial.params[name] for name in names)])
     write_text(folder / "trials.csv", table.getvalue())
 
 

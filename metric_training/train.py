@@ -39,7 +39,9 @@ from metric_training.training.setup import (
 )
 from metric_training.training.state import (
     BEST,
+    DIVERGED,
     STATE,
+    Diverged,
     clear_folder,
     open_folder,
     restore,
@@ -47,7 +49,6 @@ from metric_training.training.state import (
     write_checkpoint,
 )
 from metric_training.training.validation import build_validation
-from tpips_reward import TPIPSError
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.stopping import Interrupted, StopSignal
@@ -57,12 +58,17 @@ def main(config: TrainConfig) -> None:
     """Trains; leaves checkpoints, log.jsonl, and the metrics best/ and last/ in the output folder.
 
     Raises:
-        TPIPSError: for settings, data or a folder that cannot be used, or a loss that is not finite.
+        TPIPSError: for settings, data or a folder that cannot be used.
+        Diverged: for a loss or gradient that is not finite; a file in the output folder says so too.
         Interrupted: after Ctrl-C or SIGTERM; a checkpoint of all steps that are done is there then.
     """
     check_config(config)
     with StopSignal() as stop:
-        run(config, stop)
+        try:
+            run(config, stop)
+        except Diverged as error:
+            write_text(Path(config.output_dir) / DIVERGED, f"{error}\n")
+            raise
 
 
 def run(config: TrainConfig, stop: StopSignal) -> None:
@@ -133,10 +139,10 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
         done = step + 1
         record = {"step": done, "loss": total(accelerator, loss), "learning_rate": peaks[0] * factor}
         if not math.isfinite(record["loss"]):
-            raise TPIPSError(f"The loss became {record['loss']} at step {done}; start anew with a lower --learning_rate.")
+            raise Diverged(f"The loss became {record['loss']} at step {done}; start anew with a lower --learning_rate.")
         norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
         if not math.isfinite(norm):  # weights would become NaN, and the next checkpoint too
-            raise TPIPSError(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
+            raise Diverged(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         record["seconds"] = time.monotonic() - clock

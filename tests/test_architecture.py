@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -120,6 +124,24 @@ def module_name(path: Path) -> tuple[str, bool]:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     is_package = parts[-1] == "__init__"
     return ".".join(parts[:-1] if is_package else parts), is_package
+
+
+def declared_packages() -> set[str]:
+    """Distributions that pyproject.toml names, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    return {re.split(r"[\[<>=; ]", one)[0].lower().replace("_", "-") for one in wanted}
+
+
+def test_what_is_imported_is_declared():
+    known, distributions = {*sys.stdlib_module_names, *PACKAGES, "flash_attn"}, packages_distributions()  # built by hand
+    declared, problems = declared_packages(), []
+    for path in (path for package in PACKAGES for path in sources(package)):
+        names = {item.name.split(".")[0] for item in imported_names(ast.parse(path.read_text(encoding="utf-8")), *module_name(path))}
+        for name in sorted(names - known):
+            if not declared & {one.lower().replace("_", "-") for one in distributions.get(name, [name])}:
+                problems.append(f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml does not name")
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

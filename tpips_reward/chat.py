@@ -6,7 +6,9 @@ import base64
 import http.client
 import io
 import json
+import math
 import os
+import re
 import threading
 import time
 import urllib.error
@@ -28,8 +30,9 @@ KEY_NAMES = ("TPIPS_API_KEY", "OPENAI_API_KEY")
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _LONGEST_PAUSE = 60.0
 _MAX_ANSWER = 1_000_000
-#: Options that some servers refuse to take, with those that mean nothing without them.
-_REFUSABLE = {"logprobs": ("logprobs", "top_logprobs"), "top_logprobs": ("top_logprobs",), "temperature": ("temperature",),
+#: Options that some servers refuse to take, with those that mean nothing without them. "top_logprobs must be at most 5 where
+#: logprobs is true" is about the first.
+_REFUSABLE = {"top_logprobs": ("top_logprobs",), "logprobs": ("logprobs", "top_logprobs"), "temperature": ("temperature",),
               "max_tokens": ("max_tokens",)}  # fmt: skip
 
 
@@ -64,15 +67,17 @@ class ChatClient:
         url: the part before "/chat/completions", such as http://localhost:8000/v1.
         model: its name there.
         key: sent as a bearer token, never printed; default: that of `api_key`.
-        options: further fields of every request, such as {"temperature": 0}. One that the server says it does not take is
-            left out from then on; max_tokens becomes max_completion_tokens first.
-        timeout: seconds that one answer may take.
+        options: further fields of every request, such as {"temperature": 0}. Where the server's refusal names one, the
+            question is asked without it, and once that is answered so are all later ones; max_tokens becomes
+            max_completion_tokens.
+        timeout: seconds of silence after which an answer is given up; one that keeps coming in may take longer.
         attempts: requests for one answer, at most; a server that is busy or silent is asked again, after the seconds that it
             asks for, or after 1, 2, 4 ... s.
         wait: sleeps; for tests.
 
     Attributes:
-        counts: how many "retries" and "time-outs" there were.
+        counts: how many "retries" and "time-outs" there were, and 1 for "without temperature" and the like where an option
+            was left out.
 
     Raises:
         TPIPSError: an address or a model that is none, a key that cannot be sent.
@@ -129,18 +134,25 @@ class ChatClient:
         if image is not None:
             content.insert(0, {"type": "image_url", "image_url": {"url": _data_uri(image)}})
         why, tried = "", 0
+        refused: list[str] = []  # options that the server named
         while True:
             with self._lock:
-                options = dict(self._options)
+                options = _without(self._options, refused)
             try:
-                return _read(self._post({"model": self.model, "messages": [{"role": "user", "content": content}], **options}))
+                reply = _read(self._post({"model": self.model, "messages": [{"role": "user", "content": content}], **options}))
+                self._leave_out(refused)  # it was the options, and not a question that has such a word in it
+                return reply
+            except TPIPSError:
+                raise
             except urllib.error.HTTPError as error:
                 said = _said(error)
                 if self._key:  # some servers repeat it
                     said = said.replace(self._key, "…")
                 why = f"status {error.code}, {said}"
                 if error.code in (400, 413, 415, 422, 451):
-                    if self._drop_option(said, options):
+                    named = [name for name in _REFUSABLE if name in options and re.search(rf"\b{name}\b", said)]
+                    if named:
+                        refused.append(named[0])
                         continue
                     raise Refused(f"{self.url} did not take the request for {self.model!r} ({why}).") from None
                 if error.code not in _PASSING:
@@ -149,7 +161,7 @@ class ChatClient:
                         f"key in {KEY_NAMES[0]}."
                     ) from None
                 pause = _pause(error.headers.get("Retry-After"), tried)
-            except (OSError, http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:  # the latter from what is no JSON
                 late = any(isinstance(cause, TimeoutError) for cause in (error, getattr(error, "reason", None)))
                 if late:
                     self._count("time-outs")
@@ -171,17 +183,12 @@ class ChatClient:
             raise TPIPSError(f"{self.url} answered more than {_MAX_ANSWER:,} bytes; check the address.")
         return json.loads(answer)
 
-    def _drop_option(self, said: str, sent: Mapping[str, Any]) -> bool:
-        """Leaves out what the server says it does not take; False where it names nothing of that kind."""
-        for name, dropped in _REFUSABLE.items():
-            if name in sent and name in said:
-                with self._lock:
-                    for other in dropped:
-                        self._options.pop(other, None)
-                    if name == "max_tokens":
-                        self._options["max_completion_tokens"] = sent[name]
-                return True
-        return False
+    def _leave_out(self, names: list[str]) -> None:
+        """Sends options no more."""
+        with self._lock:
+            for name in names:
+                self.counts[f"without {name}"] = 1
+            self._options = _without(self._options, names)
 
     def _count(self, name: str) -> None:
         with self._lock:
@@ -218,6 +225,12 @@ def _checked_key(key: str | None, url: str) -> str | None:
     return text or None
 
 
+def _without(options: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    dropped = {other for name in names for other in _REFUSABLE[name]}
+    left = {name: value for name, value in options.items() if name not in dropped}
+    return left | ({"max_completion_tokens": options["max_tokens"]} if "max_tokens" in dropped & options.keys() else {})
+
+
 def _read(answer: Any) -> Reply:
     try:
         choice = answer["choices"][0]
@@ -234,9 +247,9 @@ def _read(answer: Any) -> Reply:
         for own, token in zip(positions, tokens, strict=True):
             for other in token.get("top_logprobs") or []:
                 own.setdefault(other["token"], float(other["logprob"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         positions = []
-    if any(not logprob <= 1e-6 for own in positions for logprob in own.values()):
+    if any(not isinstance(token, str) or not logprob <= 1e-6 for own in positions for token, logprob in own.items()):
         positions = []  # NaN, or no log-probabilities at all
     return Reply(text if isinstance(text, str) else None, positions)
 
@@ -244,15 +257,16 @@ def _read(answer: Any) -> Reply:
 def _said(error: urllib.error.HTTPError) -> str:
     try:
         return " ".join(error.read(4096).decode("utf-8", "replace").split())[:300] or str(error.reason)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return str(error.reason)
 
 
 def _pause(wanted: str | None, tried: int) -> float:
     try:
-        return min(max(float(wanted or ""), 0.0), _LONGEST_PAUSE)
+        seconds = float(wanted or "")
     except ValueError:
-        return min(2.0**tried, _LONGEST_PAUSE)
+        seconds = math.nan
+    return min(seconds if seconds >= 0 else 2.0**tried, _LONGEST_PAUSE)
 
 
 def _data_uri(image: Image) -> str:

@@ -20,7 +20,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from metric_training.evaluation.vlm import SCORES, Question
 from tpips_reward import TPIPSError
-from tpips_reward.chat import ChatClient, NoAnswer
+from tpips_reward.chat import ChatClient, NoAnswer, Refused
 
 #: Fields of each request: the most likely answer, no longer than one, with its alternatives.
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "logprobs": True, "top_logprobs": 20}
@@ -45,17 +45,17 @@ class EndpointVLM:
         self._failed_in_a_row = 0
 
     def facts(self) -> dict[str, Any]:
-        """Counts of questions, of how they were answered, and of what went wrong."""
+        """Counts of questions, of how they were answered, and of what went wrong; which options were left out."""
         own = ("questions", "from log-probabilities", "from text", "cannot be parsed", "failed")
-        return {name: self._counts[name] for name in own} | {
-            name: self.client.counts[name] for name in ("retries", "time-outs")
-        }
+        return {**{name: self._counts[name] for name in own}, "retries": 0, "time-outs": 0, **self.client.counts}
 
     def answer(self, questions: Sequence[Question]) -> list[Tensor | None]:
         """Distributions over each question's choices; see `metric_training.evaluation.vlm`.
 
+        A question that is refused, or not answered in all attempts, has None and counts as failed.
+
         Raises:
-            TPIPSError: the server refuses the requests (wrong key, unknown model), or none of them works.
+            TPIPSError: the server refuses all requests (wrong key, unknown model), or many in a row do not work.
         """
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._answer, questions))
@@ -64,7 +64,7 @@ class EndpointVLM:
         self._count("questions")
         try:
             reply = self.client.complete(question.prompt, to_pil_image(question.image.float().cpu().clamp(0, 1)))
-        except NoAnswer as error:
+        except (NoAnswer, Refused) as error:  # Refused: a filter, an image that is too large
             self._count("failed")
             self._give_up_after(error)
             return None
@@ -81,7 +81,7 @@ class EndpointVLM:
         self._count("from text")
         return torch.nn.functional.one_hot(torch.tensor(choice), len(question.choices)).double()
 
-    def _give_up_after(self, error: NoAnswer) -> None:
+    def _give_up_after(self, error: TPIPSError) -> None:
         """Counts a question without an answer.
 
         Raises:

@@ -215,6 +215,9 @@ def check_config(config: TrainConfig) -> None:
     for name, needed in (("probe_layers", config.probe_layers is not None), ("teacher", config.teacher is not None)):
         if needed and config.fusion != "mid":
             raise TPIPSError(f"{name} is for mid fusion; fusion is {config.fusion!r}.")
+    for name in ("temperature", "attribute_weight", "aspect_weights"):
+        if config.objective != "votes" and getattr(config, name):
+            raise TPIPSError(f"{name} is for objective 'votes'; objective is {config.objective!r}, which does not use it.")
     trains_whole = not (config.use_peft and config.freeze_vision and config.freeze_embeddings and config.objective == "votes")
     if config.bf16 and trains_whole:
         raise TPIPSError(

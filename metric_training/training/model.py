@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -14,6 +16,7 @@ from tpips_reward.backbone_files import empty_backbone, fill, stored_weights
 from tpips_reward.checkpoints import CONFIG_NAME, resolve
 from tpips_reward.fusion import FUSIONS
 from tpips_reward.fusion.base import FusionModule
+from tpips_reward.fusion.mid import MidFusion
 from tpips_reward.released import is_released_layout
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -45,6 +48,7 @@ def build_fusion(config: TrainConfig) -> FusionModule:
         model = fusion.backbone.model
         if config.objective != "scenes":
             _open_language(model, config)
+            _close_unread(fusion, config)
         model.visual.requires_grad_(config.objective == "scenes" or not config.freeze_vision)
     fusion.token_budget = config.token_budget
     if config.gradient_checkpointing:
@@ -70,19 +74,27 @@ def load_backbone(source: str, dtype: torch.dtype) -> Backbone:
     return backbone
 
 
-def _fusion(config: TrainConfig) -> FusionModule:
+def load_start(config: TrainConfig) -> FusionModule | Backbone:
+    """What training starts from: a metric of the same fusion as it is, or a backbone for a new one.
+
+    Raises:
+        TPIPSError: as `build_fusion`.
+    """
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     if config.model_name_or_path == SCRATCH:
-        backbone = build_late_fusion(config.seed).backbone.to(dtype)
-    else:
-        folder = resolve(config.model_name_or_path, {})
-        if (folder / CONFIG_NAME).is_file() or is_released_layout(folder):
-            metric = load_metric(config.model_name_or_path, device="cpu", dtype=dtype)
-            if metric.fusion.kind == config.fusion:
-                return metric.fusion
-            backbone = metric.backbone
-        else:
-            backbone = load_backbone(config.model_name_or_path, dtype)
+        return build_late_fusion(config.seed).backbone.to(dtype)
+    folder = resolve(config.model_name_or_path, {})
+    if (folder / CONFIG_NAME).is_file() or is_released_layout(folder):
+        metric = load_metric(config.model_name_or_path, device="cpu", dtype=dtype)
+        return metric.fusion if metric.fusion.kind == config.fusion else metric.backbone
+    return load_backbone(config.model_name_or_path, dtype)
+
+
+def _fusion(config: TrainConfig) -> FusionModule:
+    backbone = load_start(config)
+    if isinstance(backbone, FusionModule):
+        _check_probes(backbone, config)
+        return backbone
     options = {"num_probes": config.num_probes, "probe_layers": config.probe_layers}
     fusion: FusionModule = FUSIONS[config.fusion](backbone, **options if config.fusion == "mid" else {})
     if config.fusion == "early":
@@ -92,6 +104,31 @@ def _fusion(config: TrainConfig) -> FusionModule:
         with torch.no_grad():
             fusion.register_embed.weight.copy_(embeddings[last : last + 1])  # type: ignore[union-attr, operator, index]
     return fusion
+
+
+def _check_probes(start: FusionModule, config: TrainConfig) -> None:
+    """Refuses other probe layers than those of the mid metric that training starts from, which keeps its own."""
+    if not isinstance(start, MidFusion):
+        return
+    given = {"probe_layers": config.probe_layers} if config.probe_layers is not None else {"num_probes": config.num_probes}
+    kept = (start.probe_layers, len(start.probe_layers), TrainConfig.num_probes)  # the last: not given
+    for name, value in given.items():
+        if value not in kept:
+            raise TPIPSError(
+                f"{name} {value} was given, but {config.model_name_or_path} is a mid metric with the probe layers "
+                f"{start.probe_layers}, which it keeps; leave {name} out, or start from another fusion."
+            )
+
+
+def _close_unread(fusion: FusionModule, config: TrainConfig) -> None:
+    """Freezes the layers behind the last one that mid fusion reads: without gradients, several processes would wait for them."""
+    if not isinstance(fusion, MidFusion):
+        return
+    last = fusion.probe_layers[-1] if config.objective == "embeddings" else max(fusion.probe_layers)
+    language: Any = fusion.backbone.model.language_model
+    if last < len(language.layers):  # the final norm is part of the last layer's hidden state alone
+        for module in (*language.layers[last:], language.norm):
+            module.requires_grad_(False)
 
 
 def _open_language(model: nn.Module, config: TrainConfig) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from metric_training import train
 from metric_training.training.config import TrainConfig
-from metric_training.training.state import STATE, check_same_settings, load_checkpoint
+from metric_training.training.state import DIVERGED, STATE, Diverged, check_same_settings, load_checkpoint
 from tpips_reward import TPIPSError
 from tpips_reward.checkpoints import CONFIG_NAME
 from tpips_reward.files import write_text
@@ -32,6 +32,7 @@ def finish(config: TrainConfig, launcher: str | None = None) -> Path:
 
     Raises:
         TPIPSError: the settings cannot be used, or the command failed.
+        Diverged: the loss or the gradient became no number.
         Interrupted: the run was asked to stop.
     """
     folder = Path(config.output_dir)
@@ -62,8 +63,11 @@ def _launch(config: TrainConfig, folder: Path, launcher: str) -> None:
         raise TPIPSError(f"The launcher {launcher!r} is no command that is installed here; give one such as 'accelerate launch'.")
     settings = folder.with_name(f"{folder.name}.yaml")
     write_text(settings, yaml.safe_dump({k: v for k, v in asdict(config).items() if v is not None}))
+    (folder / DIVERGED).unlink(missing_ok=True)  # of an earlier attempt
     done = subprocess.run([*words, train.__file__, "--config", str(settings)], check=False)
     if done.returncode == 130:
         raise Interrupted
+    if done.returncode and (folder / DIVERGED).is_file():
+        raise Diverged((folder / DIVERGED).read_text(encoding="utf-8").strip())
     if done.returncode:
         raise TPIPSError(f"The training in {folder} failed (exit code {done.returncode}); its message is above.")

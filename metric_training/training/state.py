@@ -29,6 +29,8 @@ from tpips_reward.checkpoints import CONFIG_NAME
 from tpips_reward.files import TEMPORARY, write_atomic
 
 STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
+#: Why a run diverged: an exit code that a launcher passes on does not say that it did.
+DIVERGED = "diverged.txt"
 #: What a checkpoint to resume from holds.
 _TYPES: dict[str, Any] = {
     "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict,
@@ -36,6 +38,10 @@ _TYPES: dict[str, Any] = {
 _ANEW = "give the folder of another run, or start anew with --overwrite."
 # Gathered from all processes on the main one, whatever the sharding.
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+
+
+class Diverged(TPIPSError):
+    """A loss or gradient that is not finite: other settings may work, and the same ones will not."""
 
 
 def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any] | None:
@@ -47,10 +53,17 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
         used_by_us: whether another process of this run may have written to the folder already.
 
     Raises:
-        TPIPSError: a folder that is in use or none, or a checkpoint that is missing, damaged, or of other settings.
+        TPIPSError: a folder that is in use or none, that holds what the run starts from, or a checkpoint that is missing,
+            damaged, or of other settings.
     """
     folder = Path(config.output_dir)
     check_outputs(folder)
+    for name, source in (("model_name_or_path", config.model_name_or_path), ("teacher", config.teacher)):
+        place = Path(source or "").expanduser()
+        if source and place.is_dir() and place.resolve().is_relative_to(folder.resolve()):
+            raise TPIPSError(
+                f"{name} {source} lies in the output folder {folder}, whose best/ and last/ are replaced; give another --output_dir."
+            )
     if config.resume:
         if not (folder / STATE).exists():
             raise TPIPSError(f"--resume was given, but {folder / STATE} does not exist: no step was saved; give --overwrite to start.")
@@ -65,8 +78,8 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
 
 
 def clear_folder(folder: Path, anew: bool) -> None:
-    """Removes what killed processes left half written; ``anew``: the files of an earlier run too."""
-    for path in [*folder.glob(f"{TEMPORARY}*"), *([folder / name for name in (STATE, BEST, LOG)] if anew else [])]:
+    """Removes what killed processes left half written, and why a run diverged; ``anew``: the files of an earlier run too."""
+    for path in [*folder.glob(f"{TEMPORARY}*"), folder / DIVERGED, *([folder / name for name in (STATE, BEST, LOG)] if anew else [])]:
         if path.is_file():
             path.unlink()
     for name in ("best", "last") if anew else ():

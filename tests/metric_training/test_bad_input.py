@@ -371,6 +371,20 @@ def test_settings_that_cannot_be_used_cost_no_earlier_run(start: str, finished: 
     assert (folder / STATE).read_bytes() == (finished / STATE).read_bytes() and load_metric(folder / "last", device="cpu")
 
 
+@pytest.mark.parametrize("flags", [{"overwrite": True}, {"resume": True}, {}])
+@pytest.mark.parametrize("name", ["model_name_or_path", "teacher"])
+def test_a_run_does_not_overwrite_its_own_start(finished: Path, tmp_path: Path, name: str, flags: dict[str, Any]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    (tmp_path / "link").symlink_to(folder)
+    changes = {"teacher": "builtin:late", "objective": "embeddings", "fusion": "mid"} if name == "teacher" else {}
+    changes |= {name: str(tmp_path / "link" / "last"), **flags}
+    with pytest.raises(TPIPSError, match=f"{name} .* lies in the output folder"):
+        train.main(tiny("builtin:late", folder, **changes))
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
 def test_overwriting_takes_away_what_would_pass_for_the_new_run(
     start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

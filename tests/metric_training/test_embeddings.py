@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,32 @@ def test_votes_go_on_from_such_a_start(start: str, teacher: str, tmp_path: Path)
     assert first.fusion.kind == "mid" and first.fusion.probe_layers == [1, 2]
     assert f"embeddings of {teacher}" in (tmp_path / "tokens" / "last" / "README.md").read_text()
     votes = settings(str(tmp_path / "tokens" / "last"), None, tmp_path / "votes", objective="votes", probe_layers=None, max_steps=1)
-    train.main(votes)
+    for name, value in (("probe_layers", [2]), ("num_probes", 1)):
+        with pytest.raises(TPIPSError, match=rf"{name} .* was given, but .* is a mid metric with the probe layers \[1, 2\]"):
+            train.main(replace(votes, **{name: value}))
+    train.main(replace(votes, probe_layers=[1, 2], num_probes=7))
     second = load_metric(tmp_path / "votes" / "last", device="cpu")
     assert second.fusion.probe_layers == [1, 2]
     assert not torch.equal(second.fusion.own_state()["head.layer_logits"], torch.zeros(2))
     export(tmp_path / "votes", tmp_path / "shipped", triplets=2, edits=4)
     card = (tmp_path / "shipped" / "README.md").read_text()
     assert "Training: `tokens` (2 steps, 0 minutes, seed 0), then `votes` (1 steps" in card and f"trained from `{start}`" in card
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+@pytest.mark.parametrize(("objective", "layers"), [("votes", [1]), ("embeddings", [1]), ("embeddings", [2, 1]), ("votes", [2, 1])])
+def test_all_that_is_trained_has_a_gradient(
+    start: str, teacher: str, tmp_path: Path, objective: str, layers: list[int], use_peft: bool
+) -> None:
+    """Without it, several processes would wait for each other."""
+    changes: dict[str, Any] = {"objective": objective, "probe_layers": layers, "use_peft": use_peft}
+    config = settings(start, teacher if objective == "embeddings" else None, tmp_path, **changes)
+    made = build_objective(config, build_fusion(config))
+    made.loss(made.model, [made.examples[0, 0]], 0.0).backward()
+    parts = {name: part for name, part in made.model.named_parameters() if part.requires_grad}
+    assert not [name for name, part in parts.items() if part.grad is None]
+    read = {name.partition(".layers.")[2][0] for name in parts if ".layers." in name}
+    assert read == ({"0", "1"} if (objective, layers) == ("votes", [2, 1]) else {"0"})
 
 
 @pytest.mark.parametrize(
@@ -119,6 +139,9 @@ def test_votes_go_on_from_such_a_start(start: str, teacher: str, tmp_path: Path)
         ({"fusion": "early", "probe_layers": None}, "teacher is for mid fusion; fusion is 'early'"),
         ({"probe_layers": [3]}, r"The probe layers \[3\] do not exist"),
         ({"probe_layers": ["a"]}, "probe_layers must be a list of whole numbers; it holds 'a'"),
+        ({"temperature": 0.1}, "temperature is for objective 'votes'; objective is 'embeddings'"),
+        ({"attribute_weight": 0.1}, "attribute_weight is for objective 'votes'"),
+        ({"aspect_weights": {"lighting": 2.0}}, "aspect_weights is for objective 'votes'"),
         ({"teacher": "builtin:early"}, "The teacher builtin:early is early fusion"),
         ({"teacher": "builtin:late"}, "embeds in 128 numbers, the tokens to be taught have 96"),
     ],

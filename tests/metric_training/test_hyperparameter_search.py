@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from metric_training.data.procedural import procedural_data
 from metric_training.training.config import TrainConfig
 from metric_training.training.runs import finish
 from tpips_reward import Metric, TPIPSError
+from tpips_reward.fusion.mid import MidFusion
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,72 @@ def test_the_papers_spaces_and_a_batch_in_examples(config: TrainConfig) -> None:
         search.with_values(config, {search.BATCH: 32}, processes=2)
 
 
-@pytest.mark.parametrize("text", ["- a", "no_setting: [1]", "lora_r: 3", "lora_r: {low: 1}", "lora_r: []", "a: [", ""])
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_trial_that_diverges_does_not_end_the_search(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launched: bool
+) -> None:
+    real, seen = train.run, []
+
+    def diverges_at_first(settings: TrainConfig, stop: Any) -> None:
+        seen.append(settings)
+        if len(seen) == 1:
+            raise train.Diverged("The loss became nan at step 1; start anew with a lower --learning_rate.")
+        real(settings, stop)
+
+    def launch(words: list[str], **_: Any) -> Any:
+        settings = TrainConfig(**yaml.safe_load(Path(words[-1]).read_text()))
+        try:
+            train.main(settings)
+        except TPIPSError:
+            return SimpleNamespace(returncode=1)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(train, "run", diverges_at_first)
+    monkeypatch.setattr("subprocess.run", launch)
+    best = search.search(config, SPACE, 2, tmp_path, launcher="false" if launched else None)
+    assert f"{tmp_path / 'trial_0'}: The loss became nan" in capsys.readouterr().err
+    first, second = table(tmp_path / "trials.csv")
+    assert float(first["validation_agreement"]) >= 0 and second["validation_agreement"] == "diverged"
+    assert (first["folder"], second["folder"]) == ("trial_1", "trial_0") and best.learning_rate == float(first["learning_rate"])
+    search.search(config, SPACE, 2, tmp_path)  # nothing is left to do
+    assert len(seen) == 2
+
+
+def test_a_search_whose_trials_all_diverge_says_so(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverges(settings: TrainConfig, stop: Any) -> None:
+        raise train.Diverged("The loss became nan at step 1.")
+
+    monkeypatch.setattr(train, "run", diverges)
+    with pytest.raises(TPIPSError, match="All 3 trials in .* diverged"):
+        search.search(config, SPACE, 3, tmp_path)
+
+
+def test_a_loss_that_is_no_number_is_a_divergence(config: TrainConfig, tmp_path: Path) -> None:
+    run = replace(config, output_dir=str(tmp_path / "run"), temperature=1e-45)
+    with pytest.raises(train.Diverged, match="became"):
+        train.main(run)
+    assert "at step 1" in (tmp_path / "run" / "diverged.txt").read_text()
+
+
+def test_probe_layers_that_no_trial_could_have(config: TrainConfig, tmp_path: Path) -> None:
+    Metric(MidFusion(build_late_fusion(0, hidden=96, layers=1, vision_hidden=32).backbone, num_probes=1)).save_pretrained(tmp_path / "mid")
+    mid = replace(config, fusion="mid")
+    for settings, message in (
+        (mid, "3 probe layers do not fit a backbone of 1 layers"),
+        (replace(mid, model_name_or_path=str(tmp_path / "mid")), "keeps its probe layers"),
+        (replace(mid, probe_layers=[1]), "num_probes is searched, which only mid fusion without probe_layers has"),
+        (config, "num_probes is searched, which only mid fusion"),
+    ):
+        with pytest.raises(TPIPSError, match=message):
+            search.search(settings, {"num_probes": [1, 3]}, 1, tmp_path / "search")
+    assert not (tmp_path / "search").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a", "no_setting: [1]", "lora_r: 3", "lora_r: {low: 1}", "lora_r: []", "a: [", "", "max_aspects: {low: 1, high: 8}",
+     "effective_batch_size: {low: 8, high: 64}", "bf16: {low: 0, high: 1}"],
+)  # fmt: skip
 def test_a_space_that_is_none_is_one_sentence(config: TrainConfig, tmp_path: Path, text: str) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(text)
@@ -98,6 +165,12 @@ def test_scaling_measures_every_share_once(config: TrainConfig, tmp_path: Path, 
     assert seen == [0.5, 1.0]
     assert f"| 50% | {rows[0]['agreement']:.3f} |" in text and (tmp_path / "scaling.png").stat().st_size > 1000
     assert [float(row["share"]) for row in table(tmp_path / "scaling.csv")] == [0.5, 1.0]
+
+
+def test_shares_that_would_share_a_folder(config: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(TPIPSError, match="Two shares are 33 %"):
+        scaling.measure_scaling(config, [0.5, 0.333, 0.334], procedural_data("procedural", 3), tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_launcher_that_fails_is_one_sentence(config: TrainConfig, tmp_path: Path) -> None:

@@ -72,6 +72,16 @@ def test_what_fails_to_the_end_has_no_answer(serve: Callable[..., Server]) -> No
     assert vlm.facts()["failed"] == 1 and vlm.facts()["retries"] == 1
 
 
+def test_a_question_that_is_refused_has_no_answer(serve: Callable[..., Server]) -> None:
+    filtered = (400, {"error": "filtered"}, {})
+    vlm = answers_of(serve((400, {"error": "temperature is not supported"}, {}), reply("left"), filtered, reply("left")))
+    first, second, third = vlm.answer([question()] * 3)
+    assert first is not None and second is None and third is not None
+    assert vlm.facts()["failed"] == 1 and vlm.facts()["without temperature"] == 1 and vlm.facts()["time-outs"] == 0
+    with pytest.raises(TPIPSError, match="8 questions in a row had no answer.*filtered"):
+        answers_of(serve(filtered)).answer([question()] * 20)
+
+
 def test_a_server_that_is_down_stops_the_run(serve: Callable[..., Server]) -> None:
     server = serve(reply("left"))
     server.http.server_close()

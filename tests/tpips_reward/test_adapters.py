@@ -386,6 +386,8 @@ def test_verl_without_a_source_stops(reward):
         function(EDITS[0], "make it red", {"source_img": {"path": "/x.png"}})
     with pytest.raises(TPIPSError, match="to_image"):
         function(data_source="edits", solution_str="a text", ground_truth="", extra_info={"source_img": SOURCES[0]})
+    with pytest.raises(TPIPSError, match="no answer: neither solution_image"):
+        function(ground_truth="", extra_info={"source_img": SOURCES[0]})
     answer = function(
         torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "make it red", {"source_img": SOURCES[0], "target_img": SOURCES[1]}
     )

@@ -90,6 +90,48 @@ def test_options_that_a_server_does_not_take_are_left_out(serve):
     last = server.requests[-1][1]
     assert last["temperature"] == 0 and last["max_completion_tokens"] == 16
     assert not {"max_tokens", "logprobs", "top_logprobs"} & set(last)
+    assert made.counts == {"without logprobs": 1, "without max_tokens": 1}
+
+
+def test_a_refusal_that_repeats_the_question_costs_no_option(serve):
+    filtered = (400, {"error": "filtered: is the color temperature the same?"}, {})
+    server = serve(filtered, filtered, reply("right"))
+    made, _ = client(server, options={"temperature": 0})
+    with pytest.raises(Refused, match="color temperature"):
+        made.ask("is the color temperature the same?")
+    assert made.ask("y") == "right" and server.requests[-1][1]["temperature"] == 0 and made.counts == {}
+
+
+def test_a_limit_of_the_alternatives_leaves_log_probabilities(serve):
+    server = serve((400, {"error": "top_logprobs must be <= 5 where logprobs is true"}, {}), reply("right"))
+    made, _ = client(server, options={"logprobs": True, "top_logprobs": 20})
+    made.ask("x")
+    made.ask("y")
+    assert len(server.requests) == 3 and made.counts == {"without top_logprobs": 1}
+    assert server.requests[-1][1]["logprobs"] is True and "top_logprobs" not in server.requests[-1][1]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"[" * 900_000,
+        b'{"choices": ' + b"1" * 9000 + b"}",
+        (503, {"error": "busy"}, {"Retry-After": "nan"}),
+        (503, b"cut off", {"Transfer-Encoding": "chunked"}),
+    ],
+    ids=["deep", "a long number", "no number of seconds", "an error that breaks off"],
+)
+def test_answers_that_are_odd_are_tried_again(serve, answer):
+    made, pauses = client(serve(answer, reply("yes")))
+    assert made.ask("x") == "yes" and pauses == [1]
+
+
+@pytest.mark.parametrize("odd", [{"token": 5, "logprob": -1}, {"token": "yes", "logprob": -(10**400)}])
+def test_odd_log_probabilities_are_none(serve, odd):
+    answer = reply("yes")
+    answer["choices"][0]["logprobs"] = {"content": [odd]}
+    found = client(serve(answer))[0].complete("x")
+    assert (found.text, found.positions) == ("yes", [])
 
 
 @pytest.mark.parametrize(

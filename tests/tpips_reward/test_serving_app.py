@@ -228,8 +228,8 @@ def test_a_bad_image_fails_its_item_alone(client, image, status, kind):
 BAD_ITEMS = [
     ({"preserve": ["background", " "]}, 422, "empty aspect"),
     ({"preserve": ["lighting", "Lighting"]}, 422, "twice"),
-    ({"preserve": ["color"], "target": ["color"]}, 422, "both in preserve and in target"),
-    ({"preserve": []}, 422, "no preserve aspects"),
+    ({"preserve": ["color"], "target": ["color"]}, 422, "The sample has 'color' both in preserve and in target"),
+    ({"preserve": []}, 422, "The sample has no preserve aspects, which tpips:preserve needs"),
     ({"preserve": ["x" * 201]}, 422, "201 letters"),
     ({"preserve": [f"aspect {n}" for n in range(33)]}, 422, "34 aspects"),
     ({"preserve": ["explode"]}, 500, "The server's log has the reason as error"),

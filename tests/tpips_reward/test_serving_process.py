@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -37,7 +38,7 @@ from tpips_reward.search.index import probe, write_index
 from tpips_reward.serving.errors import RequestError
 from tpips_reward.serving.items import Item, Scored
 from tpips_reward.serving.limits import Limits
-from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess, _work, shown_name
+from tpips_reward.serving.worker import RewardSource, WorkerDied, WorkerProcess, _work, score_items, shown_name
 
 
 def processes_of_workers() -> set[psutil.Process]:
@@ -70,6 +71,27 @@ def test_errors_come_back_whole(worker, capfd):
     number = str(bad).rstrip(".").split()[-1]
     logged = capfd.readouterr().err  # the worker's own process writes it
     assert f"error {number}" in logged and "RuntimeError: out of memory" in logged
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: out of memory", False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", False),
+    ],
+)
+def test_too_little_memory_is_no_lost_device(text, lost):
+    def reward(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError(text)
+
+    rewards = SimpleNamespace(of=lambda spec: reward, facts={})
+    if lost:
+        with pytest.raises(torch.AcceleratorError):
+            score_items(rewards, [item()])
+    else:
+        (answer,) = score_items(rewards, [item()])
+        assert isinstance(answer, RequestError) and answer.kind == "failed"
 
 
 def test_a_killed_worker_says_so_and_starts_again(worker):

@@ -58,10 +58,12 @@ def compute_score_function(
             raise TPIPSError(
                 "extra_info has no 'source_img'; put the image that was edited there when preparing the data."
             )
-        if solution_image is None and solution_str is not None and to_image is not None:
-            solution_image = to_image(solution_str, source)
         if solution_image is None:
-            raise TPIPSError("The answer is a text; give compute_score_function to_image=, which makes the edit of it.")
+            if solution_str is None:
+                raise TPIPSError("The sample has no answer: neither solution_image (verl-omni) nor solution_str (verl) was passed.")
+            if to_image is None:
+                raise TPIPSError("The answer is a text; give compute_score_function to_image=, which makes the edit of it.")
+            solution_image = to_image(solution_str, source)
         edit = solution_image[0] if getattr(solution_image, "ndim", 3) == 4 else solution_image
         prompt = info.get("instruction") or ground_truth or ""
         ideal = image_of(info.get("target_img"), "target_img")

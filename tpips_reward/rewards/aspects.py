@@ -67,9 +67,14 @@ def check_disjoint(preserve: Sequence[Sequence[str]], target: Sequence[Sequence[
         both = {_key(aspect) for aspect in kept} & {_key(aspect) for aspect in changed}
         if both:
             raise TPIPSError(
-                f"Sample {index} has {min(both)!r} both in preserve and in target; an aspect is either to keep "
+                f"{sample_name(index, len(preserve))} has {min(both)!r} both in preserve and in target; an aspect is either to keep "
                 "or to change: drop it from one of the two."
             )
+
+
+def sample_name(index: int, count: int) -> str:
+    """What messages call a sample; one that is alone has no number, which would not be its own in a larger request."""
+    return f"Sample {index}" if count > 1 else "The sample"
 
 
 def _clean_entry(entry: Any, name: str, index: int) -> list[str]:

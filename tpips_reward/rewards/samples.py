@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint, sample_aspects
+from tpips_reward.rewards.aspects import AspectsArgument, aspect_lists, check_disjoint, sample_aspects, sample_name
 from tpips_reward.rewards.pairs import image_list, one_each
 from tpips_reward.rewards.spec import RewardSpec
 
@@ -51,7 +51,7 @@ def read_samples(
     for index, ideal in enumerate(ideals):
         if ideal is not None and not changed[index]:
             raise TPIPSError(
-                f"Sample {index} has a target image and no target aspects; say in target which aspects of the "
+                f"{sample_name(index, count)} has a target image and no target aspects; say in target which aspects of the "
                 "target image count."
             )
     return Samples(edits, sources, ideals, kept, changed)
@@ -63,7 +63,7 @@ def check_needed(spec: RewardSpec, kept: Sequence[Sequence[str]], changed: Seque
         missing = [index for index, aspects in enumerate(lists) if not aspects]
         if missing and spec.requires(kind):
             raise TPIPSError(
-                f"Sample {missing[0]} has no {kind} aspects, which {spec} needs; pass {kind}=[[...]] with at "
+                f"{sample_name(missing[0], len(lists))} has no {kind} aspects, which {spec} needs; pass {kind}=[[...]] with at "
                 "least one aspect a sample."
             )
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
+from tpips_reward.rewards.samples import read_aspects
 from tpips_reward.rewards.spec import parse_reward
 from tpips_reward.serving.decoding import from_base64
 from tpips_reward.serving.errors import RequestError, bad_field, bad_json, too_large
@@ -126,14 +126,12 @@ def checked_item(
 ) -> WantedItem:
     """An item whose aspects are cleaned; with the error in it where they cannot be scored."""
     try:
-        kept, changed = aspect_lists([list(preserve)], 1, "preserve"), aspect_lists([list(target)], 1, "target")
-        check_disjoint(kept, changed)
-        _check_sizes([*kept[0], *changed[0]])
-        _check_needs(reward, kept[0], changed[0])
+        kept, changed = read_aspects(parse_reward(reward), preserve, target)
+        _check_sizes([*kept, *changed])
     except TPIPSError as error:
         refusal = error if isinstance(error, RequestError) else bad_field(str(error))
         return WantedItem(reward, image, source, (), (), target_image, refusal)
-    return WantedItem(reward, image, source, tuple(kept[0]), tuple(changed[0]), target_image)
+    return WantedItem(reward, image, source, tuple(kept), tuple(changed), target_image)
 
 
 def _check_sizes(aspects: list[str]) -> None:
@@ -144,13 +142,6 @@ def _check_sizes(aspects: list[str]) -> None:
             raise bad_field(
                 f"The aspect {aspect[:40]!r}... has {len(aspect)} letters; an aspect is a short noun phrase."
             )
-
-
-def _check_needs(reward: str, kept: list[str], changed: list[str]) -> None:
-    spec = parse_reward(reward)
-    for kind, names in (("preserve", kept), ("target", changed)):
-        if spec.requires(kind) and not names:
-            raise bad_field(f"The item has no {kind} aspects, which {spec} needs.")
 
 
 def parse_score(content: Any, files: Sequence[bytes] | None, default_reward: str, limit: int) -> Wanted:

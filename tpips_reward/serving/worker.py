@@ -128,6 +128,8 @@ def _score(reward: RewardCall, items: list[Item]) -> list[Answer]:
 
 def _is_of_device(error: Exception) -> bool:
     """Whether the device's context is lost ("CUDA error: an illegal memory access ..."). Too little memory is not that."""
+    if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED")):  # of CUDA itself, of cuBLAS, of cuDNN
+        return False
     kind = getattr(torch, "AcceleratorError", ())  # torch >= 2.8
     return isinstance(error, kind) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
