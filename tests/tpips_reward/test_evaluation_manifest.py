@@ -378,7 +378,7 @@ def test_a_folder_in_place_of_an_image_is_called_one(manifest, name):
 def test_a_model_whose_name_is_no_unicode(tmp_path, name):
     """It would be lost, with the whole report, when the files are written."""
     manifest = folder_manifest(tmp_path, ("1",))
-    with pytest.raises(TPIPSError, match="half a character or one of another encoding"):
+    with pytest.raises(TPIPSError, match="holds half a character; rename it"):
         read_manifest(manifest, {name: tmp_path})
 
 

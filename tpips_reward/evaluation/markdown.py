@@ -177,7 +177,3 @@ def _around(entry: dict[str, float | None]) -> str:
         return "–"
     around = "" if entry["low"] is None else f" ({entry['low']:.3f} to {entry['high']:.3f})"
     return f"{entry['mean']:.3f}{around}"
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

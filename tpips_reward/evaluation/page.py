@@ -110,7 +110,7 @@ def facts_of(report: dict[str, Any]) -> list[str]:
     counts = report["counts"]
     facts = [coverage(report), f"Metric: {report['metric']['name']}."]
     if counts["problems"]:
-        facts.append(f"{counts['problems']} problems with the input are listed below.")
+        facts.append(f"{counts['problems']} problems with the input, all of them in problems.csv.")
     if counts["rows_with_proposed_aspects"]:
         proposed = counts["rows_with_proposed_aspects"]
         facts.append(f"{proposed} rows have aspects that were proposed and not named by the data set (marked *).")

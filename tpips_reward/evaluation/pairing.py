@@ -33,7 +33,7 @@ class Listing:
         if folder not in self._names:
             try:
                 with os.scandir(folder) as entries:
-                    is_file = {entry.name: entry.is_file() for entry in entries}
+                    is_file = {entry.name: _is_file(entry) for entry in entries}
             except (FileNotFoundError, NotADirectoryError):
                 is_file = {}
             except OSError as error:
@@ -41,6 +41,13 @@ class Listing:
             files = frozenset(name for name, regular in is_file.items() if regular)
             self._names[folder] = files, frozenset(is_file) - files
         return self._names[folder]
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link that leads to itself
+        return False
 
 
 @dataclass(frozen=True)
