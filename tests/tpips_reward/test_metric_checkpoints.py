@@ -123,6 +123,23 @@ def test_a_damaged_state_dict_is_an_error(released, damage):
         load_metric(released, device="cpu")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_give_no_score(released, crops, number):
+    change_state(released, lambda state: state[f"{ADAPTER}.lora_B.default.weight"].view(-1)[:1].fill_(number))
+    metric, leaf = load_metric(released, device="cpu"), crops[0].clone().requires_grad_()
+    calls = {
+        r"a\[0\] and b\[0\] in 'lighting'": lambda: metric.similarity(leaf, crops[1:3], ["lighting", None]),
+        r"images\[1\] and references\[0\] in overall similarity": lambda: metric.similarity_pairs(
+            crops, crops[:1], [(1, 0, None)]
+        ),
+        r"images\[0\] in 'lighting'": lambda: metric.embed(crops[:2], "lighting"),
+        r"images\[1\] and images\[2\] in 'lighting'": lambda: metric.odd_one_out(crops, [(0, 1, 2, "lighting")]),
+    }
+    for what, call in calls.items():
+        with pytest.raises(TPIPSError, match=f"no finite number for {what}: weights hold NaN"):
+            call()
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
