@@ -189,17 +189,21 @@ def _scaled(pixels: Tensor, lowest: float, highest: float, label: str) -> Tensor
     if smallest < lowest - slack or largest > highest + slack:
         raise TPIPSError(
             f"{label} has values from {smallest:.4g} to {largest:.4g}, outside value_range=({lowest:g}, {highest:g}); "
-            f"{_range_remedy(smallest, largest)}"
+            f"{_range_remedy(smallest, largest, lowest, highest)}"
         )
     if (lowest, highest) != (0.0, 1.0):
         values = (values - lowest) / (highest - lowest)
     return values.clamp(0, 1) if smallest < lowest or largest > highest else values
 
 
-def _range_remedy(smallest: float, largest: float) -> str:
-    if smallest >= -1.1 and largest <= 1.1:
+def _range_remedy(smallest: float, largest: float, lowest: float, highest: float) -> str:
+    """A range is only named where the values leave little doubt: read in a wrong one they would give a wrong score."""
+    near = 0.1 * (highest - lowest)
+    if (lowest, highest) != (-1, 1) and -1.1 <= smallest < -0.1 and largest <= 1.1:
         return "pass value_range=(-1, 1) if that is what they mean, or clamp them."
-    if smallest >= 0 and largest <= 256:
+    if smallest >= lowest - near and largest <= highest + near:
+        return "they are nearly inside it: clamp them."
+    if smallest >= 0 and 16 < largest <= 256:
         return "pass value_range=(0, 255), or give uint8."
     return "rescale them, or pass the value_range that they are in; clamp what lies outside it."
 

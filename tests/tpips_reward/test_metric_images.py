@@ -146,6 +146,25 @@ def test_out_of_range_names_the_range_and_the_remedy(expected, change, remedy):
         to_tensors(change(expected))
 
 
+@pytest.mark.parametrize(
+    "low, high, value_range, remedy",
+    [
+        (0, 1.002, (0, 1), "clamp them"),
+        (-0.05, 1, (0, 1), "clamp them"),
+        (-1, 1.05, (-1, 1), "clamp them"),
+        (0, 258, (0, 255), "clamp them"),
+        (0, 3, (0, 1), "rescale them"),
+        (-0.5, 1, (0, 1), r"pass value_range=\(-1, 1\)"),
+        (-1, 1, (0, 255), r"pass value_range=\(-1, 1\)"),
+        (0, 255, (-1, 1), r"pass value_range=\(0, 255\)"),
+    ],
+)
+def test_a_range_is_only_recommended_where_the_values_are_in_it(low, high, value_range, remedy):
+    """What lies just outside of a range would be scored at half its contrast, or in black, by another one."""
+    with pytest.raises(TPIPSError, match=rf"outside value_range=.*; (they are nearly inside it: )?{remedy}"):
+        to_tensors(torch.linspace(low, high, 48).view(3, 4, 4), value_range=value_range)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity(expected, value):
     broken = expected.clone()
