@@ -43,6 +43,25 @@ _RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
 CONFIG_NAME = "tpips_config.json"
 FORMAT_VERSION = 1
 _TOWERS = ("language_model.", "visual.")
+# What a metric that was saved earlier may have left in a folder, and loading would read.
+_OURS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "config.json",
+    "*processor_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "additional_chat_templates",
+    CALIBRATION_NAME,
+    ADAPTER_FOLDER,
+)
 BUILTIN = "builtin:"
 _BUILTIN = Path(__file__).parent / "builtin"
 
@@ -287,7 +306,8 @@ def save_metric(
 
     Args:
         metric: as it is; its weights stay where they are.
-        folder: made if missing; files of the same names are replaced.
+        folder: made if missing; what it holds of a metric that was saved here before is replaced or removed, other
+            files stay.
         dtype: of the stored towers; None keeps it. A fusion's own parameters and adapters are stored as they are.
         merge_lora: store adapters that are still apart folded in; False: in a folder `adapter`, as PEFT does.
         base: a built-in metric; then only what differs from it is stored.
@@ -320,14 +340,20 @@ def save_metric(
             (staging / CONFIG_NAME).write_text(json.dumps(details, indent=2) + "\n", encoding="utf-8")
             for path in (path for path in staging.rglob("*") if path.is_file()):
                 make_readable(path)
+            _remove_earlier(target, staging)
             for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
-                if (target / path.name).is_dir():
-                    shutil.rmtree(target / path.name)
                 os.replace(path, target / path.name)
-            if merge_lora and (target / ADAPTER_FOLDER).is_dir():  # of what was here before
-                shutil.rmtree(target / ADAPTER_FOLDER)
     except OSError as error:
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
+
+
+def _remove_earlier(target: Path, staging: Path) -> None:
+    """What was saved here before and no file takes the place of: loading would read it in place of what is new."""
+    for path in {path for pattern in _OURS for path in target.glob(pattern)}:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif not (staging / path.name).exists():
+            path.unlink()
 
 
 def _write_weights(
