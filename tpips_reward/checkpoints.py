@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration, no_calibration
@@ -39,6 +40,8 @@ RELEASED = {
     "mid": "sywang/TPIPS-ActDiff-Qwen3VL-8B",
     "early": "sywang/TPIPS-EarlyFusion-Qwen3VL-8B",
 }
+RELEASED_LICENSE = "noncommercial; see the model card"
+_RELEASED_SOURCES = {*(f"released:{key}" for key in RELEASED), *RELEASED.values()}
 _RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
 CONFIG_NAME = "tpips_config.json"
 FORMAT_VERSION = 1
@@ -92,13 +95,15 @@ def load_metric(
         cache_dir, local_files_only: as in transformers; HF_HUB_OFFLINE works too.
 
     Raises:
-        TPIPSError: an unknown source, an incomplete or damaged checkpoint, a refused dtype.
+        TPIPSError: an unknown source, an incomplete or damaged checkpoint, a refused dtype, an attention that does not
+            run here.
 
     Example:
         >>> metric = load_metric("builtin:late", device="cpu")  # doctest: +SKIP
     """
     target = parse_device(device)
     kind = weights_dtype(dtype, target)
+    choose_kernel(attention, target, kind)  # before the weights are read
     hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = _locate(source, revision, hub)
     try:
@@ -106,7 +111,7 @@ def load_metric(
             fusion, info = _load_own(folder, kind, merge_lora)
         elif is_released_layout(folder):
             fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
-            info = {}
+            info = {"license": RELEASED_LICENSE} if str(source) in _RELEASED_SOURCES else {}
         else:
             raise _no_checkpoint(folder)
         change_scale = info.pop("change_scale", None)

@@ -100,7 +100,9 @@ def _planes(item: Any, label: str) -> Tensor:
         check_size(item.height, item.width, label)
         item = _pil_array(item, label)
     if isinstance(item, np.ndarray):
-        if item.dtype.kind not in "buif":
+        if isinstance(item, np.ma.MaskedArray):
+            raise TPIPSError(f"{label} is a masked array; give its hidden pixels a value first, with .filled(...).")
+        if item.dtype.kind not in "buif" or item.dtype.itemsize > 8:
             raise TPIPSError(f"{label} is an array of dtype {item.dtype}; give uint8, uint16 or floats.")
         planes = _channels_first(item, label)
         native = planes.astype(planes.dtype.newbyteorder("="), copy=False)
@@ -109,8 +111,8 @@ def _planes(item: Any, label: str) -> Tensor:
         raise TPIPSError(
             f"{label} is of type {type(item).__name__}; give a PIL image, an array or a tensor{_path_hint(item)}"
         )
-    elif item.is_meta or item.layout != torch.strided:
-        what = "on the meta device" if item.is_meta else f"of layout {item.layout}"
+    elif item.is_meta or item.is_nested or item.layout != torch.strided:
+        what = "on the meta device" if item.is_meta else "that is nested" if item.is_nested else f"of layout {item.layout}"
         raise TPIPSError(f"{label} is a tensor {what}; give a dense tensor that holds pixels.")
     pixels = item.unsqueeze(0) if item.ndim == 2 else item
     if pixels.shape[0] not in _CHANNELS:
@@ -153,6 +155,7 @@ def _channels_first(array: np.ndarray, label: str) -> np.ndarray:
 
 def _pil_array(image: Image.Image, label: str) -> np.ndarray:
     """A PIL image, turned upright -> an array with 1 to 4 channels, alpha last where there is any."""
+    file = " ".join(filter(None, ("the file", str(getattr(image, "filename", "")))))
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert("RGB") would clip these to 255
@@ -170,8 +173,8 @@ def _pil_array(image: Image.Image, label: str) -> np.ndarray:
         return np.asarray(image.convert("RGBA" if transparent else "RGB"))
     except TPIPSError:
         raise
-    except (OSError, ValueError, SyntaxError, MemoryError) as error:
-        raise TPIPSError(f"{label} cannot be read ({error}); the file may be truncated or no image.") from error
+    except Exception as error:  # EXIF alone has struct.error, TypeError, AttributeError ...
+        raise TPIPSError(f"{label} cannot be read ({error}); {file} may be truncated or no image.") from error
 
 
 def _scaled(pixels: Tensor, lowest: float, highest: float, label: str) -> Tensor:

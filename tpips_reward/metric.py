@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.calibration import Calibration
-from tpips_reward.devices import errors_named
+from tpips_reward.devices import errors_named, named_device
 from tpips_reward.errors import TPIPSError
-from tpips_reward.fusion.base import Triplet, check_triplets
+from tpips_reward.fusion.base import Triplet, check_entries
 from tpips_reward.images import to_tensors
 
 # A rough change_scale for metrics that nobody calibrated, in units of the fusion's temperature: 0.3 for cosines.
@@ -154,7 +155,8 @@ class Metric:
 
         Arguments as there.
         """
-        return self.range[1] - self.similarity(a, b, aspects, **options)
+        # two cosines of equal images may differ from 1 by float rounding, to either side
+        return (self.range[1] - self.similarity(a, b, aspects, **options)).clamp(min=0)
 
     def similarity_pairs(
         self,
@@ -176,15 +178,12 @@ class Metric:
             (N,) float32; (0,) for no pairs.
 
         Raises:
-            TPIPSError: bad images or aspects, an index out of range.
+            TPIPSError: bad images or aspects, an entry of another form, an index out of range.
         """
         self._require_pairs()
         first = to_tensors(images, value_range=value_range, alpha=alpha, name="images")
         second = to_tensors(references, value_range=value_range, alpha=alpha, name="references")
-        for position, (left, right, _) in enumerate(pairs):
-            for index, size, what in ((left, len(first), "images"), (right, len(second), "references")):
-                if not 0 <= index < size:
-                    raise TPIPSError(f"pairs[{position}] names {what}[{index}], but there are only {size}.")
+        check_entries(pairs, [("images", len(first)), ("references", len(second))], "pairs")
         both = [*first, *second]
         graph = self._with_graph(both, (images, references), differentiable)
         if not pairs:
@@ -241,15 +240,14 @@ class Metric:
             (N, 3) float32, the probability of each image of a triplet of being the odd one; (0, 3) for no triplets.
 
         Raises:
-            TPIPSError: bad images or aspects, an index out of range.
+            TPIPSError: bad images or aspects, an entry of another form, an index out of range.
 
         Example:
             >>> metric.odd_one_out([a, b, c], [(0, 1, 2, "lighting")])  # doctest: +SKIP
             tensor([[0.1, 0.1, 0.8]])
         """
         given = to_tensors(images, value_range=value_range, alpha=alpha)
-        if triplets:
-            check_triplets(triplets, len(given))
+        check_entries(triplets, [("images", len(given))] * 3, "triplets")
         graph = self._with_graph(given, (images,), differentiable)
         if not triplets:
             return torch.zeros(0, 3, device=self.device)
@@ -277,11 +275,14 @@ class Metric:
         """Move or convert the weights in place; returns the metric itself.
 
         Raises:
-            TPIPSError: float16, an unknown dtype, or a device that this PyTorch cannot use.
+            TPIPSError: float16, an unknown dtype, a device that this PyTorch cannot use, or one (or a dtype) for which the
+                chosen attention is not; then nothing has moved.
         """
         kind = parse_dtype(dtype) if dtype is not None else None
+        target = self.device if device is None else named_device(device)
         with errors_named(device, "the metric", _gib(self.fusion)):
-            self.fusion.to(device=device, dtype=kind)
+            choose_kernel(self._attention, target, kind or self.dtype)  # before anything moves
+            self.fusion.to(device=target, dtype=kind)
         self.backbone.choose_attention(self._attention)
         return self
 

@@ -334,8 +334,10 @@ def test_hub_ids_go_through_the_hub_client(released, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     change_json(released / "config.json", name="Qwen/some-backbone")
-    load_metric("released:late", device="cpu", revision="abc", cache_dir="cache", local_files_only=True)
-    (first, options), (second, backbone_options) = asked
+    metric = load_metric("released:late", device="cpu", revision="abc", cache_dir="cache", local_files_only=True)
+    assert metric.info == {"source": "released:late", "license": "noncommercial; see the model card"}
+    assert "license" not in load_metric(released, device="cpu").info  # a folder's origin is not known
+    (first, options), (second, backbone_options) = asked[:2]
     assert first == checkpoints.RELEASED["late"] and second == "Qwen/some-backbone"
     assert options["revision"] == "abc" and options["cache_dir"] == "cache" and options["local_files_only"]
     assert "*.pt" in options["allow_patterns"]
