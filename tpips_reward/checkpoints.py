@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration, no_calibration
@@ -39,10 +40,31 @@ RELEASED = {
     "mid": "sywang/TPIPS-ActDiff-Qwen3VL-8B",
     "early": "sywang/TPIPS-EarlyFusion-Qwen3VL-8B",
 }
+RELEASED_LICENSE = "noncommercial; see the model card"
+_RELEASED_SOURCES = {*(f"released:{key}" for key in RELEASED), *RELEASED.values()}
 _RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
 CONFIG_NAME = "tpips_config.json"
 FORMAT_VERSION = 1
 _TOWERS = ("language_model.", "visual.")
+# What a metric that was saved earlier may have left in a folder, and loading would read.
+_OURS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "config.json",
+    "*processor_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "additional_chat_templates",
+    CALIBRATION_NAME,
+    ADAPTER_FOLDER,
+)
 BUILTIN = "builtin:"
 _BUILTIN = Path(__file__).parent / "builtin"
 
@@ -73,13 +95,15 @@ def load_metric(
         cache_dir, local_files_only: as in transformers; HF_HUB_OFFLINE works too.
 
     Raises:
-        TPIPSError: an unknown source, an incomplete or damaged checkpoint, a refused dtype.
+        TPIPSError: an unknown source, an incomplete or damaged checkpoint, a refused dtype, an attention that does not
+            run here.
 
     Example:
         >>> metric = load_metric("builtin:late", device="cpu")  # doctest: +SKIP
     """
     target = parse_device(device)
     kind = weights_dtype(dtype, target)
+    choose_kernel(attention, target, kind)  # before the weights are read
     hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = _locate(source, revision, hub)
     try:
@@ -87,7 +111,7 @@ def load_metric(
             fusion, info = _load_own(folder, kind, merge_lora)
         elif is_released_layout(folder):
             fusion = load_released(folder, partial(_find_backbone, folder, hub), kind, merge_lora)
-            info = {}
+            info = {"license": RELEASED_LICENSE} if str(source) in _RELEASED_SOURCES else {}
         else:
             raise _no_checkpoint(folder)
         change_scale = info.pop("change_scale", None)
@@ -287,7 +311,8 @@ def save_metric(
 
     Args:
         metric: as it is; its weights stay where they are.
-        folder: made if missing; files of the same names are replaced.
+        folder: made if missing; what it holds of a metric that was saved here before is replaced or removed, other
+            files stay.
         dtype: of the stored towers; None keeps it. A fusion's own parameters and adapters are stored as they are.
         merge_lora: store adapters that are still apart folded in; False: in a folder `adapter`, as PEFT does.
         base: a built-in metric; then only what differs from it is stored.
@@ -320,14 +345,20 @@ def save_metric(
             (staging / CONFIG_NAME).write_text(json.dumps(details, indent=2) + "\n", encoding="utf-8")
             for path in (path for path in staging.rglob("*") if path.is_file()):
                 make_readable(path)
+            _remove_earlier(target, staging)
             for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
-                if (target / path.name).is_dir():
-                    shutil.rmtree(target / path.name)
                 os.replace(path, target / path.name)
-            if merge_lora and (target / ADAPTER_FOLDER).is_dir():  # of what was here before
-                shutil.rmtree(target / ADAPTER_FOLDER)
     except OSError as error:
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
+
+
+def _remove_earlier(target: Path, staging: Path) -> None:
+    """What was saved here before and no file takes the place of: loading would read it in place of what is new."""
+    for path in {path for pattern in _OURS for path in target.glob(pattern)}:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif not (staging / path.name).exists():
+            path.unlink()
 
 
 def _write_weights(

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or 2 with one line on stderr for bad input."""
     options = build_parser().parse_args(arguments)
     hide_size_warnings()
+    shown, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         options.run(options)
     except TPIPSError as error:
@@ -96,7 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `tpips-reward ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        warnings.formatwarning = shown
     return 0
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning for who reads a terminal: without the line of ours that it comes from."""
+    return f"tpips-reward: warning: {' '.join(str(message).split())}\n"
 
 
 def run_score(options: argparse.Namespace) -> None:

@@ -18,10 +18,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-    except RuntimeError:
-        raise TPIPSError(f"The device {device!r} is unknown; use cpu, cuda, cuda:1 ...") from None
+    target = named_device(device)
     if target.type == "meta":
         raise TPIPSError("The device 'meta' holds no numbers, so nothing can be scored on it; use 'cpu'.")
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
@@ -29,6 +26,18 @@ def parse_device(device: torch.device | str | None) -> torch.device:
             f"The device {str(target)!r} is not there (GPUs found: {torch.cuda.device_count()}); use 'cpu'."
         )
     return target
+
+
+def named_device(device: torch.device | str) -> torch.device:
+    """A device by its name, there or not.
+
+    Raises:
+        TPIPSError: an unknown name.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise TPIPSError(f"The device {device!r} is unknown; use cpu, cuda, cuda:1 ...") from None
 
 
 def usable_device(device: torch.device | str | None) -> torch.device:

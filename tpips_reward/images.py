@@ -100,7 +100,9 @@ def _planes(item: Any, label: str) -> Tensor:
         check_size(item.height, item.width, label)
         item = _pil_array(item, label)
     if isinstance(item, np.ndarray):
-        if item.dtype.kind not in "buif":
+        if isinstance(item, np.ma.MaskedArray):
+            raise TPIPSError(f"{label} is a masked array; give its hidden pixels a value first, with .filled(...).")
+        if item.dtype.kind not in "buif" or item.dtype.itemsize > 8:
             raise TPIPSError(f"{label} is an array of dtype {item.dtype}; give uint8, uint16 or floats.")
         planes = _channels_first(item, label)
         native = planes.astype(planes.dtype.newbyteorder("="), copy=False)
@@ -109,8 +111,8 @@ def _planes(item: Any, label: str) -> Tensor:
         raise TPIPSError(
             f"{label} is of type {type(item).__name__}; give a PIL image, an array or a tensor{_path_hint(item)}"
         )
-    elif item.is_meta or item.layout != torch.strided:
-        what = "on the meta device" if item.is_meta else f"of layout {item.layout}"
+    elif item.is_meta or item.is_nested or item.layout != torch.strided:
+        what = "on the meta device" if item.is_meta else "that is nested" if item.is_nested else f"of layout {item.layout}"
         raise TPIPSError(f"{label} is a tensor {what}; give a dense tensor that holds pixels.")
     pixels = item.unsqueeze(0) if item.ndim == 2 else item
     if pixels.shape[0] not in _CHANNELS:
@@ -153,6 +155,7 @@ def _channels_first(array: np.ndarray, label: str) -> np.ndarray:
 
 def _pil_array(image: Image.Image, label: str) -> np.ndarray:
     """A PIL image, turned upright -> an array with 1 to 4 channels, alpha last where there is any."""
+    file = " ".join(filter(None, ("the file", str(getattr(image, "filename", "")))))
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert("RGB") would clip these to 255
@@ -170,8 +173,8 @@ def _pil_array(image: Image.Image, label: str) -> np.ndarray:
         return np.asarray(image.convert("RGBA" if transparent else "RGB"))
     except TPIPSError:
         raise
-    except (OSError, ValueError, SyntaxError, MemoryError) as error:
-        raise TPIPSError(f"{label} cannot be read ({error}); the file may be truncated or no image.") from error
+    except Exception as error:  # EXIF alone has struct.error, TypeError, AttributeError ...
+        raise TPIPSError(f"{label} cannot be read ({error}); {file} may be truncated or no image.") from error
 
 
 def _scaled(pixels: Tensor, lowest: float, highest: float, label: str) -> Tensor:
@@ -189,17 +192,21 @@ def _scaled(pixels: Tensor, lowest: float, highest: float, label: str) -> Tensor
     if smallest < lowest - slack or largest > highest + slack:
         raise TPIPSError(
             f"{label} has values from {smallest:.4g} to {largest:.4g}, outside value_range=({lowest:g}, {highest:g}); "
-            f"{_range_remedy(smallest, largest)}"
+            f"{_range_remedy(smallest, largest, lowest, highest)}"
         )
     if (lowest, highest) != (0.0, 1.0):
         values = (values - lowest) / (highest - lowest)
     return values.clamp(0, 1) if smallest < lowest or largest > highest else values
 
 
-def _range_remedy(smallest: float, largest: float) -> str:
-    if smallest >= -1.1 and largest <= 1.1:
+def _range_remedy(smallest: float, largest: float, lowest: float, highest: float) -> str:
+    """A range is only named where the values leave little doubt: read in a wrong one they would give a wrong score."""
+    near = 0.1 * (highest - lowest)
+    if (lowest, highest) != (-1, 1) and -1.1 <= smallest < -0.1 and largest <= 1.1:
         return "pass value_range=(-1, 1) if that is what they mean, or clamp them."
-    if smallest >= 0 and largest <= 256:
+    if smallest >= lowest - near and largest <= highest + near:
+        return "they are nearly inside it: clamp them."
+    if smallest >= 0 and 16 < largest <= 256:
         return "pass value_range=(0, 255), or give uint8."
     return "rescale them, or pass the value_range that they are in; clamp what lies outside it."
 

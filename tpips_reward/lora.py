@@ -102,7 +102,7 @@ def read_adapters(folder: Path) -> tuple[dict[str, Tensor], int, float]:
             raise TPIPSError(f"{folder / _CONFIG}: {key} {config[key]!r} is not supported, only {plain!r} is.")
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     broken = TPIPSError(f"{folder / _CONFIG} needs r, lora_alpha and a list of target_modules; it is damaged.")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or alpha is None:
         raise broken
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise broken
@@ -120,7 +120,18 @@ def read_adapters(folder: Path) -> tuple[dict[str, Tensor], int, float]:
         raise TPIPSError(f"{where} lacks the adapters of {listing(missing)}; the file is incomplete.")
     if surplus := sorted(adapted - set(targets)):
         raise TPIPSError(f"{where} has adapters that {_CONFIG} does not name: {listing(surplus)}.")
-    return weights, rank, float(alpha)
+    return weights, rank, check_alpha(alpha, str(folder / _CONFIG))
+
+
+def check_alpha(alpha: object, where: str) -> float:
+    """lora_alpha of a config, which scales what the adapters add.
+
+    Raises:
+        TPIPSError: no finite number above 0.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
+        raise TPIPSError(f"{where}: lora_alpha must be a finite number above 0, got {alpha!r}.")
+    return float(alpha)
 
 
 def check_adapters(weights: dict[str, Tensor], rank: int | None, where: str) -> list[str]:

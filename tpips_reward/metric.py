@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.calibration import Calibration
-from tpips_reward.devices import errors_named
+from tpips_reward.devices import errors_named, named_device
 from tpips_reward.errors import TPIPSError
-from tpips_reward.fusion.base import Triplet, check_triplets
+from tpips_reward.fusion.base import Triplet, check_entries
 from tpips_reward.images import to_tensors
 
 # A rough change_scale for metrics that nobody calibrated, in units of the fusion's temperature: 0.3 for cosines.
@@ -134,7 +135,8 @@ class Metric:
             (B,) for one aspect, (B, K) for a list of K; float32 on the metric's device.
 
         Raises:
-            TPIPSError: bad images or aspects, an empty list of aspects, batches that do not align.
+            TPIPSError: bad images or aspects, an empty list of aspects, batches that do not align, or a metric whose
+                numbers are not finite (also in the methods below).
         """
         self._require_pairs()
         names = aspect_list(aspects)
@@ -145,7 +147,7 @@ class Metric:
             raise TPIPSError(f"a holds {len(first)} images and b {len(second)}; give equally many, or one on one side.")
         both = [*first, *second]
         pairs = [(row % len(first), len(first) + row % len(second), name) for row in range(count) for name in names]
-        scores = self._pair_scores(both, pairs, self._with_graph(both, (a, b), differentiable))
+        scores = self._pair_scores(both, pairs, self._with_graph(both, (a, b), differentiable), ("a", "b"), len(first))
         return scores if _is_one_aspect(aspects) else scores.view(count, len(names))
 
     def distance(self, a: Any, b: Any, aspects: Aspects = "overall", **options: Any) -> Tensor:
@@ -153,7 +155,8 @@ class Metric:
 
         Arguments as there.
         """
-        return self.range[1] - self.similarity(a, b, aspects, **options)
+        # two cosines of equal images may differ from 1 by float rounding, to either side
+        return (self.range[1] - self.similarity(a, b, aspects, **options)).clamp(min=0)
 
     def similarity_pairs(
         self,
@@ -175,20 +178,18 @@ class Metric:
             (N,) float32; (0,) for no pairs.
 
         Raises:
-            TPIPSError: bad images or aspects, an index out of range.
+            TPIPSError: bad images or aspects, an entry of another form, an index out of range.
         """
         self._require_pairs()
         first = to_tensors(images, value_range=value_range, alpha=alpha, name="images")
         second = to_tensors(references, value_range=value_range, alpha=alpha, name="references")
-        for position, (left, right, _) in enumerate(pairs):
-            for index, size, what in ((left, len(first), "images"), (right, len(second), "references")):
-                if not 0 <= index < size:
-                    raise TPIPSError(f"pairs[{position}] names {what}[{index}], but there are only {size}.")
+        check_entries(pairs, [("images", len(first)), ("references", len(second))], "pairs")
         both = [*first, *second]
         graph = self._with_graph(both, (images, references), differentiable)
         if not pairs:
             return torch.zeros(0, device=self.device)
-        return self._pair_scores(both, [(left, len(first) + right, aspect) for left, right, aspect in pairs], graph)
+        chosen = [(left, len(first) + right, aspect) for left, right, aspect in pairs]
+        return self._pair_scores(both, chosen, graph, ("images", "references"), len(first))
 
     def embed(
         self,
@@ -213,6 +214,7 @@ class Metric:
             unique, position = distinct_images(tensors)
             vectors = self.fusion.embed(unique, [names] * len(unique))
             stacked = torch.stack([vectors[index] for index in position])
+        check_finite(stacked.flatten(0, 1), lambda row: _asked(names[row % len(names)], f"images[{row // len(names)}]"))
         return stacked[:, 0] if _is_one_aspect(aspects) else stacked
 
     def odd_one_out(
@@ -238,15 +240,14 @@ class Metric:
             (N, 3) float32, the probability of each image of a triplet of being the odd one; (0, 3) for no triplets.
 
         Raises:
-            TPIPSError: bad images or aspects, an index out of range.
+            TPIPSError: bad images or aspects, an entry of another form, an index out of range.
 
         Example:
             >>> metric.odd_one_out([a, b, c], [(0, 1, 2, "lighting")])  # doctest: +SKIP
             tensor([[0.1, 0.1, 0.8]])
         """
         given = to_tensors(images, value_range=value_range, alpha=alpha)
-        if triplets:
-            check_triplets(triplets, len(given))
+        check_entries(triplets, [("images", len(given))] * 3, "triplets")
         graph = self._with_graph(given, (images,), differentiable)
         if not triplets:
             return torch.zeros(0, 3, device=self.device)
@@ -257,9 +258,10 @@ class Metric:
             return (similarities / self.fusion.temperature).softmax(-1)
         unique, position = distinct_images(given)
         with torch.set_grad_enabled(graph):
-            return self.fusion.judge(
+            odds = self.fusion.judge(
                 unique, [(*(position[index] for index in members), aspect) for *members, aspect in triplets]
             )
+        return check_finite(odds, lambda row: _asked(triplets[row][3], *(f"images[{k}]" for k in triplets[row][:3])))
 
     def check_aspect(self, aspect: str | None) -> None:
         """Refuse an aspect that could not be scored, without scoring anything.
@@ -273,11 +275,14 @@ class Metric:
         """Move or convert the weights in place; returns the metric itself.
 
         Raises:
-            TPIPSError: float16, an unknown dtype, or a device that this PyTorch cannot use.
+            TPIPSError: float16, an unknown dtype, a device that this PyTorch cannot use, or one (or a dtype) for which the
+                chosen attention is not; then nothing has moved.
         """
         kind = parse_dtype(dtype) if dtype is not None else None
+        target = self.device if device is None else named_device(device)
         with errors_named(device, "the metric", _gib(self.fusion)):
-            self.fusion.to(device=device, dtype=kind)
+            choose_kernel(self._attention, target, kind or self.dtype)  # before anything moves
+            self.fusion.to(device=target, dtype=kind)
         self.backbone.choose_attention(self._attention)
         return self
 
@@ -326,12 +331,26 @@ class Metric:
 
         save_metric(self, folder, None if dtype is None else parse_dtype(dtype), merge_lora, base)
 
-    def _pair_scores(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool) -> Tensor:
+    def _pair_scores(
+        self,
+        images: list[Tensor],
+        pairs: Sequence[tuple[int, int, str | None]],
+        graph: bool,
+        sides: tuple[str, str] = ("images", "images"),
+        offset: int = 0,
+    ) -> Tensor:
+        """Scores of pairs; an error calls their images by `sides` and by where they are on it, the right one from `offset`."""
         unique, position = distinct_images(images)
         with torch.set_grad_enabled(graph):
-            return self.fusion.score_pairs(
+            scores = self.fusion.score_pairs(
                 unique, [(position[left], position[right], aspect) for left, right, aspect in pairs]
             )
+
+        def label(row: int) -> str:
+            left, right, aspect = pairs[row]
+            return _asked(aspect, f"{sides[0]}[{left}]", f"{sides[1]}[{right - offset}]")
+
+        return check_finite(scores, label)
 
     def _require_pairs(self) -> None:
         if not self.is_pairwise:
@@ -364,6 +383,30 @@ def aspect_list(aspects: Aspects) -> list[str | None]:
     if not aspects:
         raise TPIPSError("aspects is an empty list; give at least one aspect, or 'overall'.")
     return list(aspects)
+
+
+def check_finite(values: Tensor, label: Callable[[int], str]) -> Tensor:
+    """The same tensor, (N,) or (N, ...), graph and all: what cannot be a score must not pass for one.
+
+    Args:
+        label: what a row is of, for the error.
+
+    Raises:
+        TPIPSError: NaN or infinite numbers.
+    """
+    finite = values.detach().isfinite()
+    if not bool(finite.all()):  # one wait for the device
+        row = int((~finite).nonzero()[0, 0])
+        raise TPIPSError(
+            f"The metric gives no finite number for {label(row)}: weights hold NaN or infinite numbers (fetch a damaged "
+            "checkpoint again), or a computation overflows (load the metric in float32)."
+        )
+    return values
+
+
+def _asked(aspect: str | None, *images: str) -> str:
+    """Images under an aspect, for messages."""
+    return f"{' and '.join(images)} in {'overall similarity' if aspect is None else repr(aspect)}"
 
 
 def _is_one_aspect(aspects: Any) -> bool:

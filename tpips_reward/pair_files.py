@@ -19,6 +19,7 @@ from torch import Tensor
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode, image_size
 from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
+from tpips_reward.prompts import normalize_aspect
 
 SUFFIXES = (".csv", ".jsonl")
 COLUMNS = ("a", "b", "aspects")
@@ -55,8 +56,9 @@ def pairs_of_arguments(paths: Sequence[str], aspects: Sequence[str]) -> list[Pai
     """A1 B1 A2 B2 ... as rows.
 
     Raises:
-        TPIPSError: an odd number, or files that are no images.
+        TPIPSError: an odd number, files that are no images, or an aspect that no metric takes.
     """
+    check_aspects(aspects)
     if len(paths) % 2:
         raise TPIPSError(
             f"score takes pairs of images, got {len(paths)} files: {', '.join(paths)}. Give two files, several pairs, or "
@@ -79,10 +81,14 @@ def read_pairs(path: Path, aspects: Sequence[str]) -> list[PairRow]:
     Raises:
         TPIPSError: no rows, or rows that cannot be used: every one is listed with its line.
     """
+    check_aspects(aspects)
     entries: list[tuple[str, dict[str, Any] | TPIPSError]]
-    entries = jsonl_rows(path) if path.suffix.lower() == ".jsonl" else list(csv_rows(path))
+    if path.suffix.lower() == ".jsonl":
+        entries, hint = jsonl_rows(path), ""
+    else:
+        entries, hint = [(place, _whole(row)) for place, row in csv_rows(path)], " below the first line, which names the columns: a,b,aspects"
     if not entries:
-        raise TPIPSError(f"{path} has no rows.")
+        raise TPIPSError(f"{path} has no rows{hint}.")
     rows, problems = [], []
     for place, entry in entries:
         try:
@@ -126,11 +132,26 @@ def score_rows(
         progress(len(batch))
 
 
+def check_aspects(aspects: Sequence[str]) -> None:
+    """Refuse what no metric takes; a control token is only known to a model's tokenizer.
+
+    Raises:
+        TPIPSError: an aspect is empty, too long, or no text.
+    """
+    for aspect in aspects:
+        normalize_aspect(aspect)
+
+
+def _whole(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
+    """A CSV's row; the error in place of one that has more or fewer cells than the heading."""
+    if "" in row or any(value is None for name, value in row.items() if name != "aspects"):
+        return TPIPSError("of another length than the heading; quote cells that hold commas.")
+    return dict(row)
+
+
 def _row(place: str, entry: dict[str, Any] | TPIPSError, home: Path, aspects: Sequence[str]) -> PairRow:
     if isinstance(entry, TPIPSError):
         raise entry
-    if "" in entry or any(value is None for name, value in entry.items() if name != "aspects"):
-        raise TPIPSError("of another length than the heading; quote cells that hold commas.")
     unknown = sorted(set(entry) - set(COLUMNS))
     if unknown:
         raise TPIPSError(f"the field {unknown[0]!r} means nothing here; there are {', '.join(COLUMNS)}.")
@@ -148,6 +169,7 @@ def _row_aspects(given: Any) -> tuple[str, ...]:
     parts = given.split(";") if isinstance(given, str) else given
     if not isinstance(parts, list) or not all(isinstance(part, str) and part.strip() for part in parts):
         raise TPIPSError(f"aspects is {given!r}; give a list of texts, in a CSV parted by ';'.")
+    check_aspects(parts)
     return tuple(dict.fromkeys(part.strip() for part in parts))
 
 

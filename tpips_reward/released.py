@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,14 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.fusion import EarlyFusion, LateFusion, MidFusion
 from tpips_reward.fusion.base import FusionModule, accumulation_dtype
 from tpips_reward.fusion.distance import DEFAULT_PROBES
-from tpips_reward.lora import LORA, check_adapters, place_adapters
+from tpips_reward.lora import LORA, check_adapters, check_alpha, place_adapters
 
 FAMILY = "qwen3_vl_embed"
 DEFAULT_INSTRUCTION = "Represent the user's input."
 WITH_ADAPTERS = "channel_lora"
 _FAMILIES = ("activation_dist_", "similarity_")
 _LANGUAGE, _VISUAL = "language_model.", "visual."
+_LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # begins what torch.save wrote before it wrote zip files
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,8 @@ def load_released(
         towers.update(_from_backbone(backbone_folder, tower, adapted))
     if adapted:
         rank = int(towers[adapted[0] + LORA[0]].shape[0])
-        towers = place_adapters(
-            backbone.model, towers, adapted, rank, float(config.get("lora_alpha", 2 * rank)), dtype, merge_lora
-        )
+        alpha = check_alpha(config.get("lora_alpha", 2 * rank), str(folder / "config.json"))
+        towers = place_adapters(backbone.model, towers, adapted, rank, alpha, dtype, merge_lora)
     fill(backbone.model, {name: value.to(dtype) for name, value in towers.items()}, where)
     with torch.device("meta"):  # no random numbers are drawn for parameters that are assigned next
         fusion = layout.build(backbone, config)
@@ -170,13 +171,25 @@ def read_state(path: Path) -> dict[str, Tensor]:
     Raises:
         TPIPSError: a damaged file, or one that holds anything but tensors.
     """
+    damaged = f"{path} is damaged, or holds more than tensors"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        with path.open("rb") as file:
+            legacy = file.read(len(_LEGACY)) == _LEGACY
+            whole = zipfile.is_zipfile(file)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if whole else None
+    except pickle.UnpicklingError:  # PyTorch would recommend to run what the file holds
+        raise TPIPSError(f"{damaged}; fetch it again.") from None
+    except Exception as error:  # a damaged pickle fails in many ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TPIPSError(f"{path} is damaged, or holds more than tensors ({reason}); fetch it again.") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise TPIPSError(f"{damaged} ({reason}); fetch it again.") from error
+    if legacy:
+        raise TPIPSError(f"{path} is in PyTorch's format of before 1.6, which cannot be memory-mapped; save it again with torch.save.")
+    if not whole:
+        raise TPIPSError(f"{damaged}; fetch it again.")
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise TPIPSError(f"{path} is no plain state dict of tensors.")
+    if empty := sorted(name for name, value in state.items() if value.is_meta):
+        raise TPIPSError(f"{path} has no numbers for {listing(empty)} (tensors on the meta device); save it again with them.")
     return state
 
 
@@ -209,12 +222,20 @@ def check_lora(
 
     Raises:
         TPIPSError: a missing half or layer, another rank than config.json says, all lora_B zero, no adapters where
-            the config asks for some.
+            the config asks for some, or some where it denies them.
     """
     adapted = check_adapters(towers, config.get("lora_r"), where)
-    wants_lora = bool(config.get("use_lora", True)) and not config.get("full_finetune", False)
-    wants_lora = wants_lora and config.get("activation_dist_tuning", WITH_ADAPTERS) == WITH_ADAPTERS
-    if wants_lora and not adapted:
+    denied = {
+        "use_lora": not config.get("use_lora", True),
+        "full_finetune": bool(config.get("full_finetune", False)),
+        "activation_dist_tuning": config.get("activation_dist_tuning", WITH_ADAPTERS) != WITH_ADAPTERS,
+    }
+    denials = {name: config[name] for name, denies in denied.items() if denies}
+    if adapted and denials:
+        raise TPIPSError(
+            f"{where} holds LoRA adapters, which config.json denies ({json.dumps(denials)}); the files do not belong together."
+        )
+    if not adapted and not denials:
         raise TPIPSError(f"{where} holds no LoRA adapters, which config.json asks for; without them it is untrained.")
     if not adapted:
         return []

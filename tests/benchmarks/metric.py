@@ -4,6 +4,7 @@
     python tests/benchmarks/metric.py gradient --fusion late
     python tests/benchmarks/metric.py loading
     python tests/benchmarks/metric.py speed --fusion late --size 8b      (one GPU; nothing is downloaded)
+    python tests/benchmarks/metric.py gradient --fusion late --size 8b   (4 edits: 16 would keep about 145 GB, by estimate)
 
 Weights are random. The baseline is the same model on one pair and one aspect at a time, as the formulas say; it is timed
 on all aspects of a few edits and scaled to the group. Seconds are the processor's on a CPU, so that other work on the
@@ -39,6 +40,7 @@ from tpips_reward.released import LAYOUTS
 
 FILES = Path(__file__).parents[1] / "data" / "parity" / "backbone"
 ASPECTS = ("background", "lighting", "color of the car", "shape", "camera angle", "position", "texture", "mood")
+EDITS, EDITS_8B = 16, 4  # the latter where activations are kept
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 # width, MLP, layers, heads, key heads, head width, M-RoPE | vision: width, MLP, blocks, heads, injected | pixels a side
@@ -148,6 +150,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     if options.compile:
         together()
     seconds, scores = timed(options, together)
+    peak = peak_memory(options)
     alone_seconds, expected = timed(options, lambda: alone(options.alone))
     alone_seconds *= len(edits) / options.alone
     difference = float((scores[: options.alone] - expected).abs().max())
@@ -165,6 +168,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         "share_of_bound": round(ratio / bound, 2),
         "vision_share_of_flops": round(vision, 2),
         "largest_difference": difference,
+        "peak_gib": round(peak / 2**30, 3),
     }
 
 
@@ -199,6 +203,8 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
     far = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients, expected, strict=False))
     bound = flops(lambda: alone(1)) * len(edits) / flops(together)
     del gradients, expected
+    if options.device != "cpu":
+        torch.cuda.empty_cache()  # the processes that measure memory load the model again
     memory = {name: step_memory(options, name) for name in ("plain", "checkpointing")}
     return {
         **described(options, metric),
@@ -217,8 +223,16 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
 def step_memory(options: argparse.Namespace, kind: str) -> int:
     """Bytes that one gradient step adds at its peak, in a process of its own on a CPU."""
     arguments = [f"--{name}={getattr(options, name)}" for name in ("fusion", "size", "device", "edits", "aspects")]
-    command = [sys.executable, __file__, "memory", *arguments, *(["--checkpointing"] if kind == "checkpointing" else [])]
-    return int(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["bytes"])
+    arguments += [f"--dtype={options.dtype}"] if options.dtype else []
+    return int(child("memory", *arguments, *(["--checkpointing"] if kind == "checkpointing" else []))["bytes"])
+
+
+def child(*arguments: str) -> dict[str, Any]:
+    """What this file's command answers in a process of its own; what that says on stderr passes on."""
+    found = subprocess.run([sys.executable, __file__, *arguments], check=False, stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        raise TPIPSError(f"The command {arguments[0]!r} ended with status {found.returncode}; what it said stands above.")
+    return json.loads(found.stdout)
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -252,8 +266,7 @@ def loading(options: argparse.Namespace) -> dict[str, Any]:
         write_released(folder, options)
         size = (folder / "checkpoint" / "model.pt").stat().st_size
         weights = [path.name for path in (folder / "backbone").iterdir() if path.suffix in (".safetensors", ".bin")]
-        command = [sys.executable, __file__, "load", "--folder", str(folder / "checkpoint"), "--size", options.size]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        found = child("load", "--folder", str(folder / "checkpoint"), "--size", options.size)
     check(found["largest_difference"], torch.float32)
     return {
         "size": options.size,
@@ -351,7 +364,7 @@ def main() -> None:
             command.add_argument("--fusion", choices=["late", "mid", "early"], default="late")
             command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
             command.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
-            command.add_argument("--edits", type=int, default=16, help="of one source")
+            command.add_argument("--edits", type=int, help=f"of one source (default: {EDITS}, with gradients at 8b {EDITS_8B})")
             command.add_argument("--aspects", type=int, default=8)
             command.add_argument("--alone", type=int, default=1, help="edits that the baseline is timed on")
         if run is speed:
@@ -359,8 +372,15 @@ def main() -> None:
         if run is memory:
             command.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
+    if getattr(options, "edits", 0) is None:
+        options.edits = EDITS_8B if options.size == "8b" and options.run is not speed else EDITS
     with exit_on_errors("metric benchmark"):
-        print(json.dumps(options.run(options)))
+        try:
+            answer = options.run(options)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+            raise TPIPSError(f"The GPU's memory is too small ({reason}); give fewer --edits or --aspects.") from error
+        print(json.dumps(answer))
 
 
 if __name__ == "__main__":

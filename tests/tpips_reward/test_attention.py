@@ -91,6 +91,15 @@ def test_kernels_that_do_not_exist_or_do_not_run_here(parity, metric):
     assert metric.backbone.attention == "sdpa"
 
 
+def test_a_kernel_that_does_not_run_is_refused_before_weights_are_read_or_moved(parity, metric, tmp_path, monkeypatch):
+    with pytest.raises(TPIPSError, match="attention 'eager' is unknown"):
+        load_metric(tmp_path, device="cpu", attention="eager")  # an empty folder
+    monkeypatch.setattr(metric, "_attention", "flash")
+    with pytest.raises(TPIPSError, match="needs a GPU, and the device is 'cpu'"):
+        metric.to("cpu", dtype="bfloat16")
+    assert metric.dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_flash_attention_gets_the_sections_without_a_mask(parity, crops, monkeypatch, kind):
     """A stand-in for the kernel, by its documented arguments; with it the scores are the same."""

@@ -91,6 +91,15 @@ def test_bad_input_is_one_line_and_a_status(run, arguments, message):
     assert message in err and len(err.strip().splitlines()) == 1
 
 
+def test_a_warning_is_one_line_without_source_code(parity):
+    """In a process of its own: pytest keeps warnings to itself."""
+    command = ["score", "images/cat_0.png", "images/coffee_1.png", "--metric", "activation_dist", "--device", "cpu"]
+    code = f"import sys; from tpips_reward.cli import main; sys.exit(main({command!r}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=parity)
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("tpips-reward: warning: 1 of 1 pairs have images of different sizes")
+
+
 def test_a_truncated_image(run, tmp_path, parity):
     cut = tmp_path / "cut.png"
     cut.write_bytes((parity / "images" / "cat_0.png").read_bytes()[:2000])

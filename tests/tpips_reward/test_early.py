@@ -219,7 +219,7 @@ def test_strange_aspects_and_small_images(early_metric, mid_metric, crops):
 
 
 @pytest.mark.parametrize(
-    "pairs, message", [([], "got no pairs"), ([(-1, 0, "x")], r"pairs\[0\] names the images -1 and 0")]
+    "pairs, message", [([], "got no pairs"), ([(-1, 0, "x")], r"pairs\[0\] names images\[-1\]")]
 )
 def test_bad_calls(early, crops, pairs, message):
     with pytest.raises(TPIPSError, match=message):

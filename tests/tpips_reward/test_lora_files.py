@@ -121,6 +121,8 @@ def without(*names):
         (change_config(use_dora=True), "use_dora True is not supported"),
         (change_config(peft_type="LOHA"), "peft_type 'LOHA' is not supported"),
         (change_config(r="4"), "it is damaged"),
+        (change_config(r=True), "it is damaged"),
+        (change_config(lora_alpha=float("nan")), "lora_alpha must be a finite number above 0, got nan"),
         (change_config(r=8), "config.json says lora_r=8"),
         (change_config(target_modules=["language_model.layers.0.mlp.up_proj"]), "has adapters that"),
         (without(FIRST.format("A")), "only one half of the adapters of language_model.layers.0.mlp.up_proj"),

@@ -59,6 +59,12 @@ def test_distance_and_range(metric, crops):
     assert similarity.dtype == torch.float32
 
 
+def test_a_distance_is_never_below_zero(metric, crops, monkeypatch):
+    scores = torch.tensor([1.0000002, 1.0, 0.25, -1.0])
+    monkeypatch.setattr(metric, "similarity", lambda *_, **__: scores)
+    assert torch.equal(metric.distance(crops, crops), torch.tensor([0.0, 0.0, 0.75, 2.0]))
+
+
 def test_dot_products_of_embeddings_are_similarities(metric, crops):
     vectors = metric.embed(crops, ASPECTS)
     torch.testing.assert_close(
@@ -173,6 +179,31 @@ def test_pairs_out_of_range(metric, crops, pair, message):
         metric.similarity_pairs(crops, crops, [(0, 0, "x"), pair])
 
 
+@pytest.mark.parametrize(
+    "pairs, message",
+    [
+        ([(0, 0)], r"pairs\[0\] is \(0, 0\); give \(index, index, aspect\)"),
+        ([(0, 0, "x"), 3], r"pairs\[1\] is 3; give"),
+        ([(0, 1.0, "x")], r"pairs\[0\] has the index 1.0; give a whole number"),
+        ([("0", 1, "x")], r"pairs\[0\] has the index '0'"),
+        ([(torch.tensor([0, 1]), 1, "x")], r"pairs\[0\] has the index tensor"),
+        (None, "pairs must be a list of .index, index, aspect., got NoneType"),
+        (np.zeros((2, 3)), "pairs must be a list of .*, got ndarray"),
+    ],
+)
+def test_pairs_and_triplets_of_another_form(metric, crops, pairs, message):
+    with pytest.raises(TPIPSError, match=message):
+        metric.similarity_pairs(crops, crops, pairs)
+    triplets = [(*entry[:1], *entry) if isinstance(entry, tuple) else entry for entry in pairs] if isinstance(pairs, list) else pairs
+    with pytest.raises(TPIPSError, match=r"^triplets(\[.\] (is|has the index)| must be a list of \(index, index, index, aspect\))"):
+        metric.odd_one_out(crops, triplets)
+
+
+def test_indices_of_numpy_and_torch_are_whole_numbers(metric, crops):
+    given = metric.similarity_pairs(crops, crops, [(np.int64(0), torch.tensor(1), "x")])
+    assert torch.equal(given, metric.similarity_pairs(crops, crops, [(0, 1, "x")]))
+
+
 def test_to_moves_everything_and_back(parity, crops):
     metric = load_metric(parity / "embedding", device="cpu")
     before = metric.similarity(crops[0], crops[1], ASPECTS)
@@ -206,6 +237,12 @@ def test_a_device_without_memory_is_told_from_one_that_is_not_there(parity, monk
     fail(RuntimeError("Torch not compiled with CUDA"))
     with pytest.raises(TPIPSError, match="The device 'cuda:0' cannot be used for the metric"):
         metric.to("cuda:0")
+
+
+def test_a_device_that_is_no_name(metric):
+    for call in (lambda: load_metric("builtin:late", device=3.5), lambda: metric.to(3.5)):
+        with pytest.raises(TPIPSError, match="The device 3.5"):
+            call()
 
 
 def test_dtypes():

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpips_reward import checkpoints
+from tpips_reward.calibration import Calibration, MonotoneMap, probe_answers
 from tpips_reward.checkpoints import load_metric
 from tpips_reward.errors import TPIPSError
 
@@ -123,6 +124,23 @@ def test_a_damaged_state_dict_is_an_error(released, damage):
         load_metric(released, device="cpu")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_give_no_score(released, crops, number):
+    change_state(released, lambda state: state[f"{ADAPTER}.lora_B.default.weight"].view(-1)[:1].fill_(number))
+    metric, leaf = load_metric(released, device="cpu"), crops[0].clone().requires_grad_()
+    calls = {
+        r"a\[0\] and b\[0\] in 'lighting'": lambda: metric.similarity(leaf, crops[1:3], ["lighting", None]),
+        r"images\[1\] and references\[0\] in overall similarity": lambda: metric.similarity_pairs(
+            crops, crops[:1], [(1, 0, None)]
+        ),
+        r"images\[0\] in 'lighting'": lambda: metric.embed(crops[:2], "lighting"),
+        r"images\[1\] and images\[2\] in 'lighting'": lambda: metric.odd_one_out(crops, [(0, 1, 2, "lighting")]),
+    }
+    for what, call in calls.items():
+        with pytest.raises(TPIPSError, match=f"no finite number for {what}: weights hold NaN"):
+            call()
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -132,6 +150,9 @@ def test_a_damaged_state_dict_is_an_error(released, damage):
         ({"similarity_pooling": "mean"}, "similarity_pooling 'mean'"),
         ({"instruction": "Do this."}, "instruction 'Do this.'"),
         ({"lora_r": 16}, "config.json says lora_r=16"),
+        *[({"lora_alpha": x}, "lora_alpha must be a finite number above 0") for x in (0, -8, True, None, "8", float("nan"))],
+        ({"use_lora": False}, 'holds LoRA adapters, which config.json denies .."use_lora": false'),
+        ({"full_finetune": True}, 'holds LoRA adapters, which config.json denies .."full_finetune": true'),
         ({"name": "nowhere"}, "backbone 'nowhere'"),
     ],
 )
@@ -160,6 +181,38 @@ def test_a_truncated_file_is_an_error(released):
     path = released / "model.pt"
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(TPIPSError, match="model.pt is damaged"):
+        load_metric(released, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "pickle", "code", "zeros", "legacy"])
+def test_no_error_recommends_to_run_what_a_file_holds(released, kind):
+    path = released / "model.pt"
+    content = {"empty": b"", "text": b"hello" * 100, "pickle": pickle.dumps({"a": 1}), "zeros": path.read_bytes()}
+    if kind == "legacy":
+        torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
+    elif kind == "code":
+        torch.save({"a": Evil()}, path)
+    else:
+        path.write_bytes(content[kind])
+    if kind == "zeros":
+        path.write_bytes(content[kind][:1000] + bytes(500) + content[kind][1500:])
+    with pytest.raises(TPIPSError) as caught:
+        load_metric(released, device="cpu")
+    remedy = "save it again with torch.save." if kind == "legacy" else "fetch it again."
+    assert str(caught.value).startswith(f"{path} is ") and str(caught.value).endswith(remedy)
+    assert not any(word in str(caught.value) for word in ("weights_only", "mmap", "Re-running"))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.update({3: torch.zeros(1)}), "no plain state dict of tensors"),
+        (lambda s: s.update({LANGUAGE + "norm.weight": torch.zeros(64, device="meta")}), "no numbers for .*norm.weight"),
+    ],
+)
+def test_a_state_dict_that_is_none_is_named(released, change, message):
+    change_state(released, change)
+    with pytest.raises(TPIPSError, match=f"model.pt .*{message}"):
         load_metric(released, device="cpu")
 
 
@@ -196,9 +249,29 @@ def test_weights_stored_in_bfloat16_take_half_the_space(metric, own, tmp_path):
     assert metric.dtype == torch.float32
 
 
-def test_saving_over_a_metric_replaces_it(metric, own):
+def test_saving_over_a_metric_replaces_it(metric, own, crops, tmp_path):
+    """Whatever was there: what loads is the new metric, and what is no part of a metric stays."""
+    before = metric.similarity(*crops[:2], ["lighting", None])
+    files = sorted(path.name for path in own.iterdir())
+    (own / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00001-of-00001.safetensors"}}))
+    weights = {name: value * 0.5 for name, value in load_file(own / "model.safetensors").items()}
+    save_file(weights, own / "model-00001-of-00001.safetensors")
+    settings = json.loads((own / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] = 64 * 64
+    (own / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    (own / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (own / "additional_chat_templates").mkdir()
+    Calibration(MonotoneMap((0.0, 1.0), (0.5, 1.0)), probe=tuple(probe_answers(metric))).save(own / "tpips_calibration.json")
+    (own / "adapter").mkdir()
+    (own / "README.md").write_text("mine")
+    changed = load_metric(own, device="cpu")
+    assert (changed.similarity(*crops[:2], ["lighting", None]) - before).abs().max() > 1e-3
+
     metric.save_pretrained(own)
-    assert load_metric(own, device="cpu")
+    again = load_metric(own, device="cpu")
+    assert torch.equal(again.similarity(*crops[:2], ["lighting", None]), before)
+    assert again.calibration is None and again.backbone.settings == metric.backbone.settings
+    assert sorted(path.name for path in own.iterdir()) == sorted([*files, "README.md"])
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(metric, tmp_path):
@@ -261,8 +334,10 @@ def test_hub_ids_go_through_the_hub_client(released, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     change_json(released / "config.json", name="Qwen/some-backbone")
-    load_metric("released:late", device="cpu", revision="abc", cache_dir="cache", local_files_only=True)
-    (first, options), (second, backbone_options) = asked
+    metric = load_metric("released:late", device="cpu", revision="abc", cache_dir="cache", local_files_only=True)
+    assert metric.info == {"source": "released:late", "license": "noncommercial; see the model card"}
+    assert "license" not in load_metric(released, device="cpu").info  # a folder's origin is not known
+    (first, options), (second, backbone_options) = asked[:2]
     assert first == checkpoints.RELEASED["late"] and second == "Qwen/some-backbone"
     assert options["revision"] == "abc" and options["cache_dir"] == "cache" and options["local_files_only"]
     assert "*.pt" in options["allow_patterns"]

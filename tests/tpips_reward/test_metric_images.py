@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -146,6 +148,25 @@ def test_out_of_range_names_the_range_and_the_remedy(expected, change, remedy):
         to_tensors(change(expected))
 
 
+@pytest.mark.parametrize(
+    "low, high, value_range, remedy",
+    [
+        (0, 1.002, (0, 1), "clamp them"),
+        (-0.05, 1, (0, 1), "clamp them"),
+        (-1, 1.05, (-1, 1), "clamp them"),
+        (0, 258, (0, 255), "clamp them"),
+        (0, 3, (0, 1), "rescale them"),
+        (-0.5, 1, (0, 1), r"pass value_range=\(-1, 1\)"),
+        (-1, 1, (0, 255), r"pass value_range=\(-1, 1\)"),
+        (0, 255, (-1, 1), r"pass value_range=\(0, 255\)"),
+    ],
+)
+def test_a_range_is_only_recommended_where_the_values_are_in_it(low, high, value_range, remedy):
+    """What lies just outside of a range would be scored at half its contrast, or in black, by another one."""
+    with pytest.raises(TPIPSError, match=rf"outside value_range=.*; (they are nearly inside it: )?{remedy}"):
+        to_tensors(torch.linspace(low, high, 48).view(3, 4, 4), value_range=value_range)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity(expected, value):
     broken = expected.clone()
@@ -172,6 +193,9 @@ def test_nan_and_infinity(expected, value):
         (torch.zeros(3, 4, 4, dtype=torch.int64), "dtype"),
         (torch.zeros(3, 4, 4, dtype=torch.complex64), "dtype"),
         (np.array([[["a", "b", "c"]]]), "dtype"),
+        (np.zeros((4, 4, 3), dtype=np.longdouble), "dtype"),
+        (np.ma.masked_array(np.zeros((4, 4, 3)), mask=True), "images is a masked array; .*filled"),
+        (np.ma.masked_array(np.zeros((2, 4, 4, 3)), mask=True), r"images\[0\] is a masked array"),
         (torch.zeros(3, 0, 4), "empty"),
         (torch.zeros(3, 2, 402), "more than 200 times"),
     ],
@@ -193,8 +217,15 @@ def test_a_truncated_file_is_an_error(tmp_path, array):
     path.write_bytes(path.read_bytes()[:-400])
     with pytest.raises(TPIPSError, match=r"^images cannot be read"):
         to_tensors(Image.open(path))
-    with pytest.raises(TPIPSError, match=r"^images\[0\] cannot be read"):
+    with pytest.raises(TPIPSError, match=rf"^images\[0\] cannot be read .*; the file {path} may be truncated"):
         to_tensors([Image.open(path)])
+
+
+def test_a_damaged_exif_is_an_error(array):
+    content = io.BytesIO()
+    Image.fromarray(array).save(content, "PNG", exif=b"Exif\0\0II*\0")
+    with pytest.raises(TPIPSError, match=r"^images\[0\] cannot be read"):
+        to_tensors([Image.open(content)])
 
 
 @pytest.mark.parametrize("value_range", [(1, 0), (0, 0), (0,), "01x", None, (0, float("inf"))])
@@ -208,7 +239,12 @@ def test_bad_alpha(expected):
         to_tensors(expected, alpha="black")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_pixels_are_named():
-    for tensor, word in ((torch.rand(3, 8, 8).to_sparse(), "sparse"), (torch.empty(3, 8, 8, device="meta"), "meta")):
+    for tensor, word in (
+        (torch.rand(3, 8, 8).to_sparse(), "sparse"),
+        (torch.empty(3, 8, 8, device="meta"), "meta"),
+        (torch.nested.nested_tensor([torch.zeros(4, 4), torch.zeros(3, 4)]), "nested"),
+    ):
         with pytest.raises(TPIPSError, match=word):
             to_tensors([tensor])

@@ -304,7 +304,7 @@ def test_many_calls_leave_nothing_behind(mid_metric, early_metric, kind):
 
 @pytest.mark.parametrize(
     "pairs, message",
-    [([], "got no pairs"), ([(0, 4, None)], r"pairs\[0\] names the images 0 and 4, but there are only 4")],
+    [([], "got no pairs"), ([(0, 4, None)], r"pairs\[0\] names images\[4\], but there are only 4")],
 )
 def test_bad_calls(mid, crops, pairs, message):
     with pytest.raises(TPIPSError, match=message):

@@ -106,6 +106,10 @@ def test_many_faults_are_cut_short(folder):
     "name, text, message",
     [
         ("p.csv", "a,b\n", "p.csv has no rows"),
+        ("p.csv", "in/cat_0.png,in/cat_1.png\n", "p.csv has no rows below the first line, which names the columns: a,b,aspects."),
+        ("p.csv", "a,b,aspects\nin/cat_0.png,in/cat_1.png," + "x" * 4001 + "\n", "line 2: An aspect may have at most 4000"),
+        ("p.jsonl", '{"a": null, "b": "in/cat_1.png"}\n', "line 1: give the image 'a' as a path, not None"),
+        ("p.jsonl", '{"a": "in/cat_0.png", "b": "in/cat_1.png", "": 1}\n', "line 1: the field '' means nothing here"),
         ("p.csv", "", "p.csv is empty"),
         ("p.jsonl", "\n", "p.jsonl has no rows"),
         ("p.csv", "a,c\nin/cat_0.png,in/cat_1.png\n", "line 2: the field 'c' means nothing here; there are a, b, aspects"),
@@ -123,6 +127,13 @@ def test_many_faults_are_cut_short(folder):
 )
 def test_rows_that_cannot_be_used(folder, name, text, message):
     assert message in fails(folder, name, text)
+
+
+def test_an_aspect_that_no_metric_takes_ends_the_command_before_a_model_is_loaded(folder, capsys):
+    pair = [str(folder / "in" / f"{name}.png") for name in ("cat_0", "cat_1")]
+    for images in (pair, [str(write(folder, "p.csv", "a,b\nin/cat_0.png,in/cat_1.png\n"))]):
+        assert main(["score", *images, "--aspect", "x" * 4001, "--metric", "nonsense"]) == 2
+        assert "An aspect may have at most 4000 characters" in capsys.readouterr().err
 
 
 def test_faults_in_the_pixels_name_file_and_line(folder, metric, capsys, parity, monkeypatch):

@@ -44,6 +44,36 @@ def test_patches_are_those_of_transformers(processor, photos):
             assert error.max() <= bound and error.mean() <= mean_bound, name
 
 
+@pytest.mark.parametrize("mean, std", [((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+def test_pixels_are_normalised_once(metric, photos, monkeypatch, mean, std):
+    """What reaches the vision tower is (x - mean) / std of the pixels; what a caller normalised before is refused."""
+    photo = photos["coffee_0"].resize((64, 64))
+    pixels = torch.from_numpy(np.array(photo)).permute(2, 0, 1).float() / 255
+    seen = []
+    settings = dataclasses.replace(metric.backbone.settings, mean=mean, std=std)
+    monkeypatch.setattr(metric.backbone, "settings", settings)
+    handle = metric.backbone.model.visual.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        metric.similarity(photo, pixels)
+    finally:
+        handle.remove()
+    (patches,) = seen  # equal images are one
+    normalised = (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    for statistic in (torch.mean, torch.std, torch.amin, torch.amax):
+        assert statistic(patches).item() == pytest.approx(statistic(normalised).item(), abs=1e-3)
+    with pytest.raises(TPIPSError, match="a has values from -.* outside value_range"):
+        metric.similarity(normalised, pixels)
+
+
+def test_the_longest_shape_that_is_taken_goes_through_a_metric(metric):
+    """One side exactly 200 times the other; one pixel more is refused."""
+    for size in ((1, 200), (400, 2)):
+        long, short = torch.rand(3, *size), torch.rand(3, 8, 8)
+        assert metric.similarity(long, short, ["lighting", None]).isfinite().all()
+    with pytest.raises(TPIPSError, match="a has 201x1 pixels: one side is more than 200 times the other"):
+        metric.similarity(torch.rand(3, 1, 201), torch.rand(3, 8, 8))
+
+
 def test_shrinking_is_antialiased_as_in_transformers(processor):
     noise = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
     theirs = processor(images=noise, return_tensors="pt")["pixel_values"]

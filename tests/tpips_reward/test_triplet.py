@@ -136,6 +136,13 @@ def test_every_parameter_and_pixel_gets_its_gradient(judge, crops):
             assert gradient.abs().max() > 0, name
 
 
+def test_a_judge_whose_numbers_are_not_finite_answers_nothing(judge, crops):
+    broken = copy.deepcopy(judge)
+    broken.head.bias[0] = float("inf")
+    with pytest.raises(TPIPSError, match=r"no finite number for images\[0\] and images\[1\] and images\[3\] in 'shape'"):
+        Metric(broken).odd_one_out(crops, [(0, 1, 3, "shape")])
+
+
 def test_gradients_reach_pixels_through_the_metric(triplet_metric, crops):
     image = crops[0].clone().requires_grad_()
     triplet_metric.odd_one_out([image, *crops[1:3]], [(0, 1, 2, "lighting")])[0, 0].backward()
@@ -171,7 +178,7 @@ def test_similarities_choose_by_the_papers_softmax(metric, mid_metric, crops):
 @pytest.mark.parametrize("members", [(0, 1, 4), (-1, 0, 1)])
 def test_bad_triplets(metric, triplet_metric, crops, members):
     for chosen in (metric, triplet_metric):
-        with pytest.raises(TPIPSError, match=r"triplets\[0\] names the images .* but there are only 4"):
+        with pytest.raises(TPIPSError, match=r"triplets\[0\] names images\[-?\d\], but there are only 4"):
             chosen.odd_one_out(crops, [(*members, "lighting")])
     with pytest.raises(TPIPSError, match="There are no triplets"):
         triplet_metric.fusion.logits(crops, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -129,18 +130,40 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_pairs(pairs: Sequence[Pair], count: int) -> None:
-    """Refuse an empty list of pairs, and indices that name none of `count` images."""
+    """Refuse an empty list of pairs, and what `check_entries` refuses, for `count` images."""
+    check_entries(pairs, [("images", count)] * 2, "pairs")
     if not pairs:
         raise TPIPSError("score_pairs got no pairs; give at least one (index, index, aspect).")
-    for position, (left, right, _) in enumerate(pairs):
-        if not (0 <= left < count and 0 <= right < count):
-            raise TPIPSError(f"pairs[{position}] names the images {left} and {right}, but there are only {count}.")
 
 
 def check_triplets(triplets: Sequence[Triplet], count: int) -> None:
-    """Refuse an empty list of triplets, and indices that name none of `count` images."""
+    """Refuse an empty list of triplets, and what `check_entries` refuses, for `count` images."""
+    check_entries(triplets, [("images", count)] * 3, "triplets")
     if not triplets:
         raise TPIPSError("There are no triplets; give at least one (index, index, index, aspect).")
-    for position, (*members, _) in enumerate(triplets):
-        if not all(0 <= index < count for index in members):
-            raise TPIPSError(f"triplets[{position}] names the images {members}, but there are only {count}.")
+
+
+def check_entries(entries: Sequence[Any], sides: Sequence[tuple[str, int]], what: str) -> None:
+    """Refuse anything but a list of (index ..., aspect) whose indices name images.
+
+    Args:
+        entries: may be empty.
+        sides: what each index counts in: a name and how many there are.
+        what: what an error calls the list.
+
+    Raises:
+        TPIPSError: names the entry.
+    """
+    form = f"({'index, ' * len(sides)}aspect)"
+    if not isinstance(entries, Sequence):
+        raise TPIPSError(f"{what} must be a list of {form}, got {type(entries).__name__}.")
+    for position, entry in enumerate(entries):
+        if not isinstance(entry, Sequence) or len(entry) != len(sides) + 1:
+            raise TPIPSError(f"{what}[{position}] is {entry!r}; give {form}.")
+        for index, (name, size) in zip(entry, sides, strict=False):
+            try:
+                place = operator.index(index)
+            except (TypeError, ValueError, RuntimeError):
+                raise TPIPSError(f"{what}[{position}] has the index {index!r}; give a whole number.") from None
+            if not 0 <= place < size:
+                raise TPIPSError(f"{what}[{position}] names {name}[{place}], but there are only {size}.")
