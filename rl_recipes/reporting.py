@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from rl_recipes.algorithms import hacks
 from rl_recipes.collecting import Batch, Edits
 from rl_recipes.rewards import Rewards
+from tpips_reward.errors import TPIPSError
 from tpips_reward.scenes import measure_edit
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ def _judge(batch: Edits, judge: Rewards | None) -> dict[int, dict[str, float]] |
             [batch.edits[i] for i in first], [batch.sources[i] for i in first], [batch.drawn[i].prompt for i in first]
         ).scores.tolist()
     except Exception as error:  # noqa: BLE001  whatever it is, training does not depend on it
-        _say_once(f"The judge failed ({type(error).__name__}: {error}); iterations where it does lack its judgement.")
+        reason = str(error) if isinstance(error, TPIPSError) else f"{type(error).__name__}: {error}"
+        _say_once(f"The judge failed ({reason.rstrip('.')}); iterations where it does lack its judgement.")
         return None
     return {i: {"judge": score} for i, score in zip(first, scores, strict=True)}
 

@@ -73,10 +73,10 @@ def test_the_built_in_editor_follows_instructions() -> None:
     assert np.mean(success) >= 0.70
 
 
-@pytest.mark.parametrize("name", ["late", "mid", "early"])
-def test_the_built_in_metrics_agree_with_votes(name: str) -> None:
-    """Within 6 points of consensus, and 20 above pixel L2 and its own untrained backbone, as README has it from ten times as many."""
-    rows = compare(load_metric(f"builtin:{name}", device="cpu"), 60, 0)
+@pytest.mark.parametrize(("name", "triplets"), [("late", 60), ("mid", 25), ("early", 25)])
+def test_the_built_in_metrics_agree_with_votes(name: str, triplets: int) -> None:
+    """Within 6 points of consensus, and 20 above pixel L2 and its own untrained backbone; README has them from 600 triplets."""
+    rows = compare(load_metric(f"builtin:{name}", device="cpu"), triplets, 0)
     assert len(rows) == 4
     agreement = {name: row["agreement"] for name, row in rows.items()}
     known, new, *baselines = agreement.values()

@@ -110,7 +110,7 @@ def test_a_judge_that_fails_is_asked_once_an_iteration_and_costs_no_run(tmp_path
             rows = edit_rows([batch, batch, batch], rewards_of({"x": Failing()}))
             assert len(asked) == iteration and len(rows) == 12 and all("known" in row for row in rows[::4])
     assert [record.getMessage() for record in caplog.records] == [
-        "The judge failed (ConnectionError: the server is down); iterations where it does lack its judgement."
+        "The judge failed (x: ConnectionError: the server is down); iterations where it does lack its judgement."
     ]
 
 
