@@ -224,6 +224,9 @@ def _check_same_search(study: Any, config: TrainConfig, space: Mapping[str, Any]
     earlier = study.user_attrs.get("search")
     if earlier is None:
         study.set_user_attr("search", mine)
+    else:  # a setting that came after it was begun had its default then
+        later = {k: v for k, v in asdict(TrainConfig()).items() if k in mine and k not in earlier["space"]}
+        earlier = later | earlier
     for name in mine.keys() | (earlier or mine).keys():
         before, now = (settings.get(name, "searched") for settings in (earlier or mine, mine))
         if before != now:

@@ -139,9 +139,11 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
         done = step + 1
         record = {"step": done, "loss": total(accelerator, loss), "learning_rate": peaks[0] * factor}
         if not math.isfinite(record["loss"]):
+            log.close()
             raise Diverged(f"The loss became {record['loss']} at step {done}; start anew with a lower --learning_rate.")
         norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
         if not math.isfinite(norm):  # weights would become NaN, and the next checkpoint too
+            log.close()
             raise Diverged(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -318,8 +318,8 @@ def save_metric(
         base: a built-in metric; then only what differs from it is stored.
 
     Raises:
-        TPIPSError: the folder cannot be written, no adapters are apart that could stay so, or the base is of another
-            architecture.
+        TPIPSError: the folder cannot be written or holds files of another model, no adapters are apart that could stay so,
+            or the base is of another architecture.
     """
     target = Path(folder)
     shared = None if base is None else dict(stored_weights(_base_folder(base)))
@@ -353,11 +353,22 @@ def save_metric(
 
 
 def _remove_earlier(target: Path, staging: Path) -> None:
-    """What was saved here before and no file takes the place of: loading would read it in place of what is new."""
-    for path in {path for pattern in _OURS for path in target.glob(pattern)}:
+    """What was saved here before and no file takes the place of: loading would read it in place of what is new.
+
+    Raises:
+        TPIPSError: there is such a file, and no metric was saved here: it is somebody else's.
+    """
+    earlier = {path for pattern in _OURS for path in target.glob(pattern)}
+    left = sorted(path for path in earlier if path.is_dir() or not (staging / path.name).exists())
+    if left and not (target / CONFIG_NAME).is_file():
+        raise TPIPSError(
+            f"{target} holds {left[0].name}, and no metric was saved there: loading would read it with the new files; give "
+            "another folder."
+        )
+    for path in left:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif not (staging / path.name).exists():
+        else:
             path.unlink()
 
 

@@ -228,7 +228,8 @@ def check_lora(
     denied = {
         "use_lora": not config.get("use_lora", True),
         "full_finetune": bool(config.get("full_finetune", False)),
-        "activation_dist_tuning": config.get("activation_dist_tuning", WITH_ADAPTERS) != WITH_ADAPTERS,
+        "activation_dist_tuning": config.get("type") == "activation_dist"
+        and config.get("activation_dist_tuning", WITH_ADAPTERS) != WITH_ADAPTERS,
     }
     denials = {name: config[name] for name, denies in denied.items() if denies}
     if adapted and denials:

@@ -43,6 +43,7 @@ class EndpointVLM:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
+        self._works = False  # whether the server has answered any question
 
     def facts(self) -> dict[str, Any]:
         """Counts of questions, of how they were answered, and of what went wrong; which options were left out."""
@@ -66,9 +67,11 @@ class EndpointVLM:
             reply = self.client.complete(question.prompt, to_pil_image(question.image.float().cpu().clamp(0, 1)))
         except (NoAnswer, Refused) as error:  # Refused: a filter, an image that is too large
             self._count("failed")
-            self._give_up_after(error)
+            if not (self._works and isinstance(error, Refused)):  # all questions about one image may be refused in a row
+                self._give_up_after(error)
             return None
         with self._lock:
+            self._works = True
             self._failed_in_a_row = 0
         found = from_logprobs(reply.positions, question.choices) if reply.positions else None
         if found is not None:

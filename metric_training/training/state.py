@@ -60,7 +60,8 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
     check_outputs(folder)
     for name, source in (("model_name_or_path", config.model_name_or_path), ("teacher", config.teacher)):
         place = Path(source or "").expanduser()
-        if source and place.is_dir() and place.resolve().is_relative_to(folder.resolve()):
+        replaced = [(folder / name).resolve() for name in ("best", "last")]
+        if source and place.is_dir() and any(place.resolve().is_relative_to(home) for home in replaced):
             raise TPIPSError(
                 f"{name} {source} lies in the output folder {folder}, whose best/ and last/ are replaced; give another --output_dir."
             )

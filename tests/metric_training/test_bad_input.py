@@ -385,6 +385,12 @@ def test_a_run_does_not_overwrite_its_own_start(finished: Path, tmp_path: Path, 
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_a_start_beside_best_and_last_is_no_start_of_its_own(start: str, tmp_path: Path) -> None:
+    shutil.copytree(start, tmp_path / "stage1" / "last")
+    train.main(tiny(str(tmp_path / "stage1" / "last"), tmp_path, overwrite=True, max_steps=1))
+    assert load_metric(tmp_path / "last", device="cpu") and load_metric(tmp_path / "stage1" / "last", device="cpu")
+
+
 def test_overwriting_takes_away_what_would_pass_for_the_new_run(
     start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +506,19 @@ def test_values_are_checked_before_the_first_trial(space: dict[str, Any], messag
     with pytest.raises(TPIPSError, match=message):
         search.search(tiny(start, tmp_path), space, 1, tmp_path / "search")
     assert not (tmp_path / "search").exists()
+
+
+def test_a_search_of_before_a_setting_was_there_goes_on(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "finish", lambda config, launcher: Path(config.output_dir))
+    monkeypatch.setattr(search, "best_agreement", lambda folder: 0.5)
+    real = search.asdict
+    monkeypatch.setattr(search, "asdict", lambda config: {k: v for k, v in real(config).items() if k != "probe_layers"})
+    config, folder = tiny(start, tmp_path, fusion="mid"), tmp_path / "search"
+    search.search(config, {"lora_r": [2, 4]}, 1, folder)
+    monkeypatch.setattr(search, "asdict", real)
+    search.search(config, {"lora_r": [2, 4]}, 2, folder)
+    with pytest.raises(TPIPSError, match=r"was begun with probe_layers=None, not \[1\]"):
+        search.search(replace(config, probe_layers=[1]), {"lora_r": [2, 4]}, 2, folder)
 
 
 def test_trials_of_two_searches_are_not_mixed(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,13 @@ def test_a_question_that_is_refused_has_no_answer(serve: Callable[..., Server]) 
         answers_of(serve(filtered)).answer([question()] * 20)
 
 
+def test_a_server_that_works_may_refuse_all_questions_about_an_image(serve: Callable[..., Server]) -> None:
+    filtered = (400, {"error": "filtered"}, {})
+    vlm = answers_of(serve(reply("left"), *[filtered] * 12, reply("left")))
+    answers = vlm.answer([question()] * 14)
+    assert [answer is not None for answer in answers] == [True, *[False] * 12, True] and vlm.facts()["failed"] == 12
+
+
 def test_a_server_that_is_down_stops_the_run(serve: Callable[..., Server]) -> None:
     server = serve(reply("left"))
     server.http.server_close()

@@ -249,6 +249,22 @@ def test_weights_stored_in_bfloat16_take_half_the_space(metric, own, tmp_path):
     assert metric.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter/weights"])
+def test_files_of_another_model_are_no_earlier_metric(metric, tmp_path, name):
+    """Saving would have to remove them, or loading would read them."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(TPIPSError, match=f"holds {Path(name).parts[0]}, and no metric was saved there"):
+        metric.save_pretrained(tmp_path)
+    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path] and path.read_text() == "mine"
+
+
+def test_an_option_of_mid_fusion_denies_no_adapters_of_late(released):
+    change_json(released / "config.json", activation_dist_tuning="channel")
+    assert load_metric(released, device="cpu").fusion.kind == "late"
+
+
 def test_saving_over_a_metric_replaces_it(metric, own, crops, tmp_path):
     """Whatever was there: what loads is the new metric, and what is no part of a metric stays."""
     before = metric.similarity(*crops[:2], ["lighting", None])

@@ -210,7 +210,10 @@ def test_who_takes_the_place_of_one_that_is_gone_is_answered(monkeypatch):
     monkeypatch.setattr(connections, "NEW_SECONDS", 0.0)
     with serving([LocalWorker()], limits=Limits(connections=1)) as (server, _), line(address_of(server)) as gone:
         gone.sendall(b"GET /hea")
-        time.sleep(0.2)
+        for _ in range(100):
+            if server.server_state.connections:
+                break
+            time.sleep(0.1)
         (connection,) = server.server_state.connections
         connection.loop.call_soon_threadsafe(connection.transport.pause_reading)
         time.sleep(0.2)
@@ -227,6 +230,19 @@ def test_a_newcomer_is_not_replaced_before_its_request_can_be_there(monkeypatch)
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         found = [one_answer(client)[:13] for client in crowd]
     assert found[:2] == [b"HTTP/1.1 200 "] * 2 and set(found[2:]) <= {b"HTTP/1.1 200 ", b"HTTP/1.1 503 "}
+
+
+def test_refused_connections_do_not_add_up(monkeypatch):
+    """Each keeps a descriptor while it reads its answer, so that there are no more of them than there are places."""
+    monkeypatch.setattr(connections, "NEW_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "GOODBYE_SECONDS", 60.0)
+    with serving([LocalWorker()], limits=Limits(connections=2)) as (server, _), ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(line(address_of(server))).sendall(b"GET /hea")
+            time.sleep(0.05)
+        leaving = server.config.http_protocol_class.leaving
+        assert 0 < len(leaving) <= 2
+        assert httpx.get(f"{address_of(server)}/health", timeout=10).status_code == 200
 
 
 def test_connections_that_rest_make_room():

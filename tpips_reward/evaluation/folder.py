@@ -92,7 +92,7 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
             raise TPIPSError(_refusal(folder, there))
         foreign = _foreign(folder, there)
         if foreign:
-            raise TPIPSError(f"{folder / foreign[0]} would be replaced, and no evaluation has written it; give another --output.")
+            raise TPIPSError(f"{folder / foreign[0]} would be replaced, and no evaluation has written it as it is; move it, or give another --output.")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from error

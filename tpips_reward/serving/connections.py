@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -32,7 +32,7 @@ def http_server(app: FastAPI, limits: Limits, **options: Any) -> uvicorn.Server:
         **options: for `uvicorn.Config`, such as `port`.
     """
 
-    limited = type("LimitedConnection", (Connection,), {"limits": limits})
+    limited = type("LimitedConnection", (Connection,), {"limits": limits, "leaving": set()})
     config = uvicorn.Config(
         app, http=limited, ws="none", log_level="error", access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, **options
     )
@@ -50,6 +50,7 @@ class Connection(H11Protocol):
     """
 
     limits = Limits()
+    leaving: ClassVar[set[Connection]] = set()  # refused, while they read their answer
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -73,6 +74,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
+        self.leaving.discard(self)
         self._reads_again()
         super().connection_lost(exc)
 
@@ -165,7 +167,11 @@ class Connection(H11Protocol):
             ends = {other: other._heard for other in bodies if now - other._heard >= SILENT_SECONDS}
         if not ends:
             return False
-        min(ends, key=ends.__getitem__)._refuse(self._no_place())  # a reset would look like a fault, and lose its request
+        loser = min(ends, key=ends.__getitem__)
+        if loser._awaited == "body" and loser._deadline is not None:
+            loser.transport.abort()  # it has had its answer
+        else:
+            loser._refuse(self._no_place())  # a reset would look like a fault, and lose its request
         return True
 
     def _no_place(self) -> RequestError:
@@ -192,4 +198,8 @@ class Connection(H11Protocol):
         except OSError:  # the client has ended it, and asyncio does not know yet
             self.transport.abort()
             return
+        if len(self.leaving) >= self.limits.connections:  # their number has an end too
+            self.transport.abort()
+            return
+        self.leaving.add(self)
         self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
