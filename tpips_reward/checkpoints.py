@@ -19,6 +19,7 @@ from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import SMALL_FILES, empty_backbone, fill, read_json, stored_weights
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration, no_calibration
 from tpips_reward.devices import parse_device
+from tpips_reward.dtypes import weights_dtype
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import make_readable
 from tpips_reward.fusion import FUSIONS
@@ -32,7 +33,7 @@ from tpips_reward.lora import (
     read_adapters,
     save_adapters,
 )
-from tpips_reward.metric import Metric, weights_dtype
+from tpips_reward.metric import Metric
 from tpips_reward.released import is_released_layout, load_released
 
 RELEASED = {

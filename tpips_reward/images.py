@@ -61,6 +61,32 @@ def is_single(images: Any) -> bool:
     return isinstance(images, Image.Image) or (isinstance(images, np.ndarray | Tensor) and images.ndim in (2, 3))
 
 
+def distinct_images(images: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Images without repetitions, and for each given one its position among them.
+
+    Equal pixels are one image. Where a gradient is wanted only the very same tensor object is, since equal pixels may
+    come from different graphs.
+    """
+    unique: list[Tensor] = []
+    position: list[int] = []
+    seen: dict[int, int] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for image in images:
+        found = seen.get(id(image))
+        if found is None and not image.requires_grad:
+            # rounded: the sum of equal pixels differs in its last digits between memory layouts
+            key = (image.shape, image.dtype, image.device, round(float(image.sum(dtype=torch.float64)), 3))
+            found = next((index for index in alike.get(key, []) if torch.equal(unique[index], image)), None)
+            if found is None:
+                alike.setdefault(key, []).append(len(unique))
+        if found is None:
+            found = len(unique)
+            unique.append(image)
+        seen[id(image)] = found
+        position.append(found)
+    return unique, position
+
+
 def _checked_range(value_range: Any) -> tuple[float, float]:
     try:
         lowest, highest = (float(value) for value in value_range)

@@ -13,9 +13,10 @@ from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.calibration import Calibration
 from tpips_reward.devices import errors_named, named_device
+from tpips_reward.dtypes import parse_dtype
 from tpips_reward.errors import TPIPSError
 from tpips_reward.fusion.base import Triplet, check_entries
-from tpips_reward.images import to_tensors
+from tpips_reward.images import distinct_images, to_tensors
 
 # A rough change_scale for metrics that nobody calibrated, in units of the fusion's temperature: 0.3 for cosines.
 # `change_scale` in tpips_config.json replaces it.
@@ -411,59 +412,6 @@ def _asked(aspect: str | None, *images: str) -> str:
 
 def _is_one_aspect(aspects: Any) -> bool:
     return aspects is None or isinstance(aspects, str)
-
-
-def distinct_images(images: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Images without repetitions, and for each given one its position among them.
-
-    Equal pixels are one image. Where a gradient is wanted only the very same tensor object is, since equal pixels may
-    come from different graphs.
-    """
-    unique: list[Tensor] = []
-    position: list[int] = []
-    seen: dict[int, int] = {}
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for image in images:
-        found = seen.get(id(image))
-        if found is None and not image.requires_grad:
-            # rounded: the sum of equal pixels differs in its last digits between memory layouts
-            key = (image.shape, image.dtype, image.device, round(float(image.sum(dtype=torch.float64)), 3))
-            found = next((index for index in alike.get(key, []) if torch.equal(unique[index], image)), None)
-            if found is None:
-                alike.setdefault(key, []).append(len(unique))
-        if found is None:
-            found = len(unique)
-            unique.append(image)
-        seen[id(image)] = found
-        position.append(found)
-    return unique, position
-
-
-def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A torch.dtype or its name -> float32, bfloat16 or float64.
-
-    Raises:
-        TPIPSError: another dtype. float16 is refused: the backbone's activations exceed its range of 65504 and become
-            infinite, which would end in NaN scores.
-    """
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64,
-             "fp32": torch.float32, "bf16": torch.bfloat16}  # fmt: skip
-    kind = known.get(str(dtype).removeprefix("torch."))
-    if kind is not None:
-        return kind
-    if str(dtype).removeprefix("torch.") in ("float16", "half", "fp16"):
-        raise TPIPSError(
-            "float16 is refused: activations of models this large can exceed its largest number, 65504, and turn into NaN; "
-            "use bfloat16, which is as small."
-        )
-    raise TPIPSError(f"dtype {dtype!r} is unknown; use 'float32', 'bfloat16' or 'float64'.")
-
-
-def weights_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """What weights are loaded in: `parse_dtype`'s; None: float32 on a CPU, bfloat16 elsewhere."""
-    if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return parse_dtype(dtype)
 
 
 def _gib(module: nn.Module) -> str:

@@ -14,7 +14,7 @@ from torchvision.transforms.functional import to_pil_image
 from metric_training.evaluation.vlm import Question
 from tpips_reward import TPIPSError
 from tpips_reward.devices import usable_device
-from tpips_reward.metric import weights_dtype
+from tpips_reward.dtypes import weights_dtype
 
 #: Spellings that count as the same answer: "left", "Left", " left", " Left".
 _SPELLINGS = (str, str.capitalize, " {}".format, lambda text: f" {text.capitalize()}")

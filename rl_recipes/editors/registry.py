@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from rl_recipes.editors.base import Editor
 from rl_recipes.editors.errors import EditorError
-from tpips_reward.metric import weights_dtype
+from tpips_reward.dtypes import weights_dtype
 
 # pipeline class name (the `_class_name` in model_index.json) -> where its editor is; imported when it is needed
 EDITORS = {

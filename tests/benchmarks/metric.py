@@ -33,9 +33,10 @@ from transformers import Qwen3VLConfig, Qwen3VLModel
 from tpips_reward import TPIPSError, load_metric
 from tpips_reward.backbone import Backbone
 from tpips_reward.backbone_files import read_json, read_settings, read_tokenizer
+from tpips_reward.dtypes import parse_dtype
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.fusion import FUSIONS
-from tpips_reward.metric import Metric, parse_dtype
+from tpips_reward.metric import Metric
 from tpips_reward.released import LAYOUTS
 
 FILES = Path(__file__).parents[1] / "data" / "parity" / "backbone"

@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 from tpips_reward.checkpoints import load_metric
+from tpips_reward.dtypes import parse_dtype
 from tpips_reward.errors import TPIPSError
-from tpips_reward.metric import Metric, distinct_images, parse_dtype
+from tpips_reward.images import distinct_images
+from tpips_reward.metric import Metric
 
 ASPECTS = ["lighting", "camera angle", None]
 
