@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpips_reward.answers import asked, pair_similarities
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_text
 
@@ -167,12 +168,21 @@ def _read_map(content: Any) -> MonotoneMap:
 
 
 def probe_answers(metric: Any) -> list[float]:
-    """What a metric answers to two fixed images in three aspects: it tells metrics, and their weights, apart."""
+    """What a metric answers to two fixed images in three aspects: it tells metrics, and their weights, apart.
+
+    Raises:
+        NotFinite: NaN or infinite numbers, which are like no other metric's.
+    """
     ramp = torch.linspace(0, 1, 64)
     first = torch.stack([ramp.expand(64, 64), ramp.flip(0).expand(64, 64), ramp[:, None].expand(64, 64)])
     second = first.flip(0) * 0.5
     pairs = [(0, 0, "overall"), (0, 0, "background color"), (0, 0, "lighting")]
-    return metric.similarity_pairs([first], [second], pairs).detach().float().tolist()
+
+    def label(position: int) -> str:
+        return asked(pairs[position][2], "two images made to try it")
+
+    answers = pair_similarities(metric, [first], [second], pairs, label)
+    return answers.detach().float().tolist()
 
 
 def no_calibration() -> TPIPSError:

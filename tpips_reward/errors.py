@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 #: Exit codes of every command: input that the user can mend, and Ctrl-C.
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -13,6 +14,23 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 class TPIPSError(ValueError):
     """Base of every error that bad input raises here; a ValueError, so that generic handlers keep working."""
+
+
+class NotFinite(TPIPSError):
+    """A metric's number that is NaN or infinite, which is no score.
+
+    Attributes:
+        position: of the first such row among those that were asked, in the order of the answer: a pair of
+            `similarity_pairs`, a triplet of `odd_one_out`; with a list of K aspects, row // K is the image or pair and
+            row % K the aspect. Who asks a metric in parts has to add where the part begins.
+    """
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+    def __reduce__(self) -> tuple[Any, ...]:  # between processes
+        return type(self), (str(self), self.position)
 
 
 def hide_size_warnings() -> None:

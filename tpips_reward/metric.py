@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from tpips_reward.answers import asked, check_finite
 from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.calibration import Calibration
@@ -136,8 +137,8 @@ class Metric:
             (B,) for one aspect, (B, K) for a list of K; float32 on the metric's device.
 
         Raises:
-            TPIPSError: bad images or aspects, an empty list of aspects, batches that do not align, or a metric whose
-                numbers are not finite (also in the methods below).
+            TPIPSError: bad images or aspects, an empty list of aspects, or batches that do not align.
+            NotFinite: the metric's numbers are not finite (also in the methods below); it has the row.
         """
         self._require_pairs()
         names = aspect_list(aspects)
@@ -148,7 +149,13 @@ class Metric:
             raise TPIPSError(f"a holds {len(first)} images and b {len(second)}; give equally many, or one on one side.")
         both = [*first, *second]
         pairs = [(row % len(first), len(first) + row % len(second), name) for row in range(count) for name in names]
-        scores = self._pair_scores(both, pairs, self._with_graph(both, (a, b), differentiable), ("a", "b"), len(first))
+        scores = self._pair_scores(both, pairs, self._with_graph(both, (a, b), differentiable))
+
+        def label(row: int) -> str:
+            left, right, aspect = pairs[row]
+            return asked(aspect, f"a[{left}]", f"b[{right - len(first)}]")
+
+        check_finite(scores, label)
         return scores if _is_one_aspect(aspects) else scores.view(count, len(names))
 
     def distance(self, a: Any, b: Any, aspects: Aspects = "overall", **options: Any) -> Tensor:
@@ -190,7 +197,12 @@ class Metric:
         if not pairs:
             return torch.zeros(0, device=self.device)
         chosen = [(left, len(first) + right, aspect) for left, right, aspect in pairs]
-        return self._pair_scores(both, chosen, graph, ("images", "references"), len(first))
+
+        def label(row: int) -> str:
+            left, right, aspect = pairs[row]
+            return asked(aspect, f"images[{left}]", f"references[{right}]")
+
+        return check_finite(self._pair_scores(both, chosen, graph), label)
 
     def embed(
         self,
@@ -215,7 +227,7 @@ class Metric:
             unique, position = distinct_images(tensors)
             vectors = self.fusion.embed(unique, [names] * len(unique))
             stacked = torch.stack([vectors[index] for index in position])
-        check_finite(stacked.flatten(0, 1), lambda row: _asked(names[row % len(names)], f"images[{row // len(names)}]"))
+        check_finite(stacked.flatten(0, 1), lambda row: asked(names[row % len(names)], f"images[{row // len(names)}]"))
         return stacked[:, 0] if _is_one_aspect(aspects) else stacked
 
     def odd_one_out(
@@ -252,17 +264,22 @@ class Metric:
         graph = self._with_graph(given, (images,), differentiable)
         if not triplets:
             return torch.zeros(0, 3, device=self.device)
+
+        def label(row: int) -> str:
+            *members, aspect = triplets[row]
+            return asked(aspect, *(f"images[{index}]" for index in members))
+
         if self.is_pairwise:
             # the pair that speaks for image k is that of the other two
             pairs = [pair for a, b, c, aspect in triplets for pair in ((b, c, aspect), (a, c, aspect), (a, b, aspect))]
-            similarities = self._pair_scores(given, pairs, graph).view(len(triplets), 3)
+            similarities = check_finite(self._pair_scores(given, pairs, graph).view(len(triplets), 3), label)
             return (similarities / self.fusion.temperature).softmax(-1)
         unique, position = distinct_images(given)
         with torch.set_grad_enabled(graph):
             odds = self.fusion.judge(
                 unique, [(*(position[index] for index in members), aspect) for *members, aspect in triplets]
             )
-        return check_finite(odds, lambda row: _asked(triplets[row][3], *(f"images[{k}]" for k in triplets[row][:3])))
+        return check_finite(odds, label)
 
     def check_aspect(self, aspect: str | None) -> None:
         """Refuse an aspect that could not be scored, without scoring anything.
@@ -332,26 +349,13 @@ class Metric:
 
         save_metric(self, folder, None if dtype is None else parse_dtype(dtype), merge_lora, base)
 
-    def _pair_scores(
-        self,
-        images: list[Tensor],
-        pairs: Sequence[tuple[int, int, str | None]],
-        graph: bool,
-        sides: tuple[str, str] = ("images", "images"),
-        offset: int = 0,
-    ) -> Tensor:
-        """Scores of pairs; an error calls their images by `sides` and by where they are on it, the right one from `offset`."""
+    def _pair_scores(self, images: list[Tensor], pairs: Sequence[tuple[int, int, str | None]], graph: bool) -> Tensor:
+        """(N,) scores, not yet checked."""
         unique, position = distinct_images(images)
         with torch.set_grad_enabled(graph):
-            scores = self.fusion.score_pairs(
+            return self.fusion.score_pairs(
                 unique, [(position[left], position[right], aspect) for left, right, aspect in pairs]
             )
-
-        def label(row: int) -> str:
-            left, right, aspect = pairs[row]
-            return _asked(aspect, f"{sides[0]}[{left}]", f"{sides[1]}[{right - offset}]")
-
-        return check_finite(scores, label)
 
     def _require_pairs(self) -> None:
         if not self.is_pairwise:
@@ -384,30 +388,6 @@ def aspect_list(aspects: Aspects) -> list[str | None]:
     if not aspects:
         raise TPIPSError("aspects is an empty list; give at least one aspect, or 'overall'.")
     return list(aspects)
-
-
-def check_finite(values: Tensor, label: Callable[[int], str]) -> Tensor:
-    """The same tensor, (N,) or (N, ...), graph and all: what cannot be a score must not pass for one.
-
-    Args:
-        label: what a row is of, for the error.
-
-    Raises:
-        TPIPSError: NaN or infinite numbers.
-    """
-    finite = values.detach().isfinite()
-    if not bool(finite.all()):  # one wait for the device
-        row = int((~finite).nonzero()[0, 0])
-        raise TPIPSError(
-            f"The metric gives no finite number for {label(row)}: weights hold NaN or infinite numbers (fetch a damaged "
-            "checkpoint again), or a computation overflows (load the metric in float32)."
-        )
-    return values
-
-
-def _asked(aspect: str | None, *images: str) -> str:
-    """Images under an aspect, for messages."""
-    return f"{' and '.join(images)} in {'overall similarity' if aspect is None else repr(aspect)}"
 
 
 def _is_one_aspect(aspects: Any) -> bool:

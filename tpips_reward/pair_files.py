@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tpips_reward.errors import TPIPSError
+from tpips_reward.answers import asked, pair_similarities
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode, image_size
 from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
 from tpips_reward.prompts import normalize_aspect
@@ -111,11 +112,12 @@ def score_rows(
         progress: called with the number of rows that were finished since it was last called.
 
     Raises:
-        TPIPSError: an image that is damaged, an aspect that cannot be scored.
+        TPIPSError: an image that is damaged, an aspect that cannot be scored, a score that is not finite; it names the row.
     """
     for batch in _batches(rows):
         images: dict[Path, Tensor] = {}
         pairs: list[tuple[int, int, str]] = []
+        owners: list[PairRow] = []
         for row in batch:
             for file in (row.first, row.second):
                 if file not in images:
@@ -125,11 +127,23 @@ def score_rows(
             for aspect in row.aspects:
                 _at(row.place, lambda aspect=aspect: metric.check_aspect(aspect))  # type: ignore[misc]
                 pairs.append((index[row.first], index[row.second], aspect))
-        pixels = list(images.values())
-        scores = iter(metric.similarity_pairs(pixels, pixels, pairs, differentiable=False).tolist())
+                owners.append(row)
+        scores = iter(_similarities(metric, list(images.values()), pairs, owners))
         for row in batch:
             yield [next(scores) for _ in row.aspects]
         progress(len(batch))
+
+
+def _similarities(
+    metric: Any, pixels: list[Tensor], pairs: Sequence[tuple[int, int, str]], owners: Sequence[PairRow]
+) -> list[float]:
+    def label(position: int) -> str:
+        return asked(pairs[position][2], str(owners[position].first), str(owners[position].second))
+
+    try:
+        return pair_similarities(metric, pixels, pixels, pairs, label, differentiable=False).tolist()
+    except NotFinite as error:
+        raise _placed(owners[error.position].place, error) from error
 
 
 def check_aspects(aspects: Sequence[str]) -> None:
@@ -206,7 +220,11 @@ def _at(place: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except TPIPSError as error:
-        raise TPIPSError(f"{place}: {error}" if place else str(error)) from error
+        raise _placed(place, error) from error
+
+
+def _placed(place: str, error: TPIPSError) -> TPIPSError:
+    return TPIPSError(f"{place}: {error}" if place else str(error))
 
 
 def _batches(rows: Sequence[PairRow]) -> Iterator[list[PairRow]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metric_training.data.comparison import CHOICE_PAIRS, Comparison
 from tpips_reward import Metric, TPIPSError
+from tpips_reward.errors import NotFinite
 
 #: (images, [(index, index, aspect)]) → (N,) similarities of the pairs, symmetric in the two images.
 PairScore = Callable[[list[Tensor], Sequence[tuple[int, int, str]]], Tensor]
@@ -152,18 +153,6 @@ class PairwiseJudge:
             bad = next(c.key for c, t in zip(comparisons, tables, strict=True) if bool((t == error.position).any()))
             raise TPIPSError(f"{self.name} gave a similarity that is not finite on {bad}; nothing was scored.") from None
         return [scores[table] for table in tables]
-
-
-class NotFinite(TPIPSError):
-    """A similarity that is NaN or infinite.
-
-    Attributes:
-        position: of the pair.
-    """
-
-    def __init__(self, message: str, position: int) -> None:
-        super().__init__(message)
-        self.position = position
 
 
 def metric_judge(name: str, metric: Metric) -> PairwiseJudge:

@@ -29,6 +29,7 @@ from metric_training.evaluation.baselines import (
 from metric_training.evaluation.judges import PairwiseJudge, embedding_judge, metric_judge
 from metric_training.evaluation.runner import ImageCache, batches, evaluate
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.errors import NotFinite
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 
@@ -73,6 +74,13 @@ def test_pairs_are_asked_once_and_bad_scores_score_nothing() -> None:
     nan = PairwiseJudge("broken", lambda images, pairs: torch.full((len(pairs),), float("nan")))
     with pytest.raises(TPIPSError, match="broken gave a similarity that is not finite on c"):
         nan(group, {n: source(n).load() for n in "abc"})
+
+    def raising(images: list[Tensor], pairs: Sequence[tuple[int, int, str]]) -> Tensor:
+        raise NotFinite("images[0] and references[1]", len(pairs) - 1)  # as `Metric.similarity_pairs` says it
+
+    by_itself = PairwiseJudge("broken", raising)
+    with pytest.raises(TPIPSError, match="broken gave a similarity that is not finite on c"):
+        by_itself(group, {n: source(n).load() for n in "abc"})
 
 
 def test_comparisons_with_common_files_share_a_call() -> None:

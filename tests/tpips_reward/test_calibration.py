@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_metrics import ChannelMetric, flat
+from fake_metrics import ChannelMetric, ConstantMetric, flat
 
 from tpips_reward import TPIPSReward, load_metric
 from tpips_reward.calibration import CALIBRATION_NAME, CalibratedMetric, Calibration, MonotoneMap, probe_answers
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.metric import Metric
 
 MAP = MonotoneMap((0.2, 0.6, 1.0), (0.1, 0.3, 1.0))
@@ -108,6 +108,8 @@ def test_other_weights_are_refused():
     CalibratedMetric(Channels(), found)
     with pytest.raises(TPIPSError, match="made for other weights"):
         CalibratedMetric(Other(), found)
+    with pytest.raises(NotFinite, match="no finite number for two images made to try it in 'overall'"):
+        CalibratedMetric(ConstantMetric(float("nan")), found)  # NaN differs by no amount that could be too large
 
 
 def test_it_travels_with_the_metric(metric: Metric, tmp_path: Path):

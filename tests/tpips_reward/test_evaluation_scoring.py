@@ -12,7 +12,7 @@ from evaluation_files import save, write_edits, write_lines
 from fake_metrics import ConstantMetric, RegionMetric
 from PIL import Image
 
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.evaluation import read_manifest, score_rows
 from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.controls import CONTROLS, COPY, NOISE, OTHER, noise_image
@@ -183,10 +183,40 @@ def test_resizing_is_exact_where_nothing_changes():
     torch.testing.assert_close(flat, torch.full((3, 5, 4), 0.25))
 
 
+class Broken(RegionMetric):
+    """Gives NaN for one output (the image, by its pixels) in one aspect; or raises what `tpips_reward.Metric` raises."""
+
+    def __init__(self, output, aspect, raises):
+        super().__init__()
+        self.output, self.aspect, self.raises = output, aspect, raises
+
+    def similarity_pairs(self, images, references, pairs, *, value_range=(0.0, 1.0)):
+        answer = super().similarity_pairs(images, references, pairs, value_range=value_range)
+        bad = [k for k, (left, _, aspect) in enumerate(pairs) if aspect == self.aspect and torch.equal(images[left], self.output)]
+        if bad and self.raises:
+            raise NotFinite(f"images[{pairs[bad[0]][0]}]", bad[0])
+        answer[bad] = float("nan")
+        return answer
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("name", ["drifting", NOISE])
+def test_an_answer_that_is_not_finite_names_source_model_and_aspect(rows, tmp_path, name, raises):
+    (row,) = [row for row in rows if row.key == "003"]
+    output = noise_image((24, 24), "003", 0) if name == NOISE else image(row.outputs[name].path)
+    with pytest.raises(NotFinite) as caught:
+        score_rows(rows, Broken(output, "object color", raises), cache=ScoreCache(tmp_path / "cache", "x"))
+    where = name if name == NOISE else f"drifting ({tmp_path / 'drifting/003.png'})"
+    assert f"for {tmp_path / 'in/003.png'} and {where} in 'object color': weights hold NaN" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("answer", [float("nan"), float("inf")])
 def test_an_answer_that_is_no_number_is_an_error(rows, answer):
-    with pytest.raises(TPIPSError, match="no score is made of it"):
+    with pytest.raises(NotFinite, match="no finite number for"):
         score_rows(rows, ConstantMetric(answer))
+    with pytest.raises(NotFinite, match="no finite number for two images made to try it in 'overall'"):
+        fingerprint(ConstantMetric(answer))
 
 
 def test_an_answer_of_the_wrong_shape_is_an_error(rows):

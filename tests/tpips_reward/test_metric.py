@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from tpips_reward.checkpoints import load_metric
 from tpips_reward.dtypes import parse_dtype
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.images import distinct_images
 from tpips_reward.metric import Metric
 
@@ -173,6 +174,37 @@ def test_small_images(metric, crops):
 def test_bad_calls(metric, crops, arguments, message):
     with pytest.raises(TPIPSError, match=message):
         metric.similarity(**{"a": crops[0], "b": crops[1], **arguments})
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_has_its_place_among_the_asked(metric, crops, monkeypatch, number):
+    score_pairs, embed = metric.fusion.score_pairs, metric.fusion.embed
+
+    def spoiled(values, good):
+        """The same rows, which from `good` on are no numbers."""
+        values[good:] = number
+        return values
+
+    def spoil(good):
+        monkeypatch.setattr(metric.fusion, "score_pairs", lambda *given: spoiled(score_pairs(*given), good))
+
+    def check(position, what, call):
+        with pytest.raises(NotFinite, match=f"gives no finite number for {what}: ") as caught:
+            call()
+        assert caught.value.position == position
+        again = copy.copy(caught.value)  # as it comes from another process
+        assert (type(again), str(again), again.position) == (NotFinite, str(caught.value), position)
+
+    spoil(3)
+    check(3, r"a\[1\] and b\[1\] in 'y'", lambda: metric.similarity(crops[:2], crops[2:], ["x", "y"]))
+    spoil(1)
+    pairs = [(0, 1, "x"), (2, 3, "y")]
+    check(1, r"images\[2\] and references\[3\] in 'y'", lambda: metric.similarity_pairs(crops, crops, pairs))
+    spoil(4)
+    triplets = [(0, 1, 2, "x"), (1, 2, 3, "y"), (0, 1, 3, "z")]
+    check(1, r"images\[1\] and images\[2\] and images\[3\] in 'y'", lambda: metric.odd_one_out(crops, triplets))
+    monkeypatch.setattr(metric.fusion, "embed", lambda *given: [spoiled(rows, 1 + (k == 0)) for k, rows in enumerate(embed(*given))])
+    check(3, r"images\[1\] in 'y'", lambda: metric.embed(crops[:2], ["x", "y"]))
 
 
 @pytest.mark.parametrize("pair, message", [((4, 0, "x"), r"images\[4\]"), ((0, -1, "x"), r"references\[-1\]")])

@@ -134,7 +134,7 @@ def test_weights_that_are_not_finite_give_no_score(released, crops, number):
             crops, crops[:1], [(1, 0, None)]
         ),
         r"images\[0\] in 'lighting'": lambda: metric.embed(crops[:2], "lighting"),
-        r"images\[1\] and images\[2\] in 'lighting'": lambda: metric.odd_one_out(crops, [(0, 1, 2, "lighting")]),
+        r"images\[0\] and images\[1\] and images\[2\] in 'lighting'": lambda: metric.odd_one_out(crops, [(0, 1, 2, "lighting")]),
     }
     for what, call in calls.items():
         with pytest.raises(TPIPSError, match=f"no finite number for {what}: weights hold NaN"):

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tpips_reward.cli import main
 from tpips_reward.errors import TPIPSError
+from tpips_reward.metric import Metric
 from tpips_reward.pair_files import read_pairs, score_rows
 
 
@@ -149,6 +151,34 @@ def test_faults_in_the_pixels_name_file_and_line(folder, metric, capsys, parity,
     path = write(folder, "pairs.csv", "a,b,aspects\nin/cat_0.png,in/cat_1.png,<|im_end|>\n")
     assert main(["score", str(path), "--metric", "embedding"]) == 2
     assert "line 2: The aspect '<|im_end|>' contains the control token" in capsys.readouterr().err
+
+
+def test_a_score_that_is_not_finite_names_line_files_and_aspect(folder, metric, capsys, parity, monkeypatch):
+    class Broken(Metric):
+        def __init__(self, good):
+            super().__init__(metric.fusion)
+            self.good = good
+
+        def similarity_pairs(self, images, references, pairs, **options):
+            answer = super().similarity_pairs(images, references, pairs, **options)
+            answer[self.good :] = float("nan")
+            return answer
+
+    score_pairs = metric.fusion.score_pairs
+    first, second, third = (folder / "in" / f"{name}.png" for name in ("cat_0", "cat_1", "coffee_0"))
+    path = write(folder, "pairs.csv", CSV + "in/cat_1.png,in/coffee_0.png,\n")
+    monkeypatch.chdir(parity)
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: Broken(2))  # of rows with 2, 1 and 1 aspects
+    assert main(["score", str(path), "--aspect", "shape"]) == 2
+    own = capsys.readouterr()
+    assert own.out == "" and f"line 3: The metric gives no finite number for {first} and {third} in 'shape': weights" in own.err
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: Broken(0))
+    assert main(["score", str(first), str(second), "--aspect", "shape"]) == 2
+    assert f"tpips-reward: The metric gives no finite number for {first} and {second} in 'shape'" in capsys.readouterr().err
+    monkeypatch.setattr(metric.fusion, "score_pairs", lambda images, pairs: score_pairs(images, pairs) * torch.tensor([1, 1, torch.inf, 1]))
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: metric)
+    assert main(["score", str(path), "--aspect", "shape"]) == 2
+    assert capsys.readouterr() == own
 
 
 def test_a_thin_image_as_an_argument_is_named(folder, capsys):

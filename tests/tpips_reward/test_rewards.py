@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_metrics import ChannelMetric, ConstantMetric, flat
 
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.rewards import TPIPSReward
 
 SOURCE = flat(0.5, 0.5, 0.5)
@@ -178,15 +178,30 @@ def test_mistakes_are_named(name, arguments, message):
 
 @pytest.mark.parametrize("answer", [float("nan"), float("inf"), float("-inf")])
 def test_a_metric_that_is_not_finite_is_an_error(answer):
-    with pytest.raises(TPIPSError, match="sample 0 in aspect 'red'"):
+    with pytest.raises(NotFinite, match="no finite number for sample 0 in 'red': weights hold NaN"):
         make(metric=ConstantMetric(answer))(EDITS, SOURCE, KEEP)
+    with pytest.raises(NotFinite, match="no finite number for the sample in 'red'"):
+        make(metric=ConstantMetric(answer))(EDITS[:1], SOURCE, KEEP[:1])
 
 
 def test_one_nan_among_many_names_its_sample_and_aspect():
     answer = torch.ones(6)
     answer[3] = float("nan")
-    with pytest.raises(TPIPSError, match="nan for sample 1 in aspect 'green'"):
+    with pytest.raises(NotFinite, match="for sample 1 in 'green'") as caught:
         make(metric=ConstantMetric(answer))(EDITS, SOURCE, KEEP)
+    assert caught.value.position == 3
+
+
+def test_what_a_metric_says_itself_is_said_of_the_sample():
+    class Own(ConstantMetric):
+        def similarity_pairs(self, *given, **options):
+            raise NotFinite("images[1] and references[0] are bad", 3)
+
+    with pytest.raises(NotFinite) as other:
+        make(metric=ConstantMetric(torch.tensor([0, 0, 0, float("nan"), 0, 0])))(EDITS, SOURCE, KEEP)
+    with pytest.raises(NotFinite, match="for sample 1 in 'green'") as own:
+        make(metric=Own(0.0))(EDITS, SOURCE, KEEP)
+    assert str(own.value) == str(other.value) and own.value.position == other.value.position
 
 
 def test_a_metric_that_answers_the_wrong_number_of_pairs():

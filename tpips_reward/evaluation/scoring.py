@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tpips_reward.answers import asked, pair_similarities
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.cache import Known, ScoreCache
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER, noise_image, other_sources
@@ -80,8 +80,9 @@ def score_rows(
         progress: called with (rows done, rows) after every batch.
 
     Raises:
-        TPIPSError: a setting is wrong, the metric's answer is not finite or not one number a pair, or the cache
-            cannot be written. A single bad image is no error: it is listed, and its scores are missing.
+        NotFinite: the metric's answer to a pair; it names source, output and aspect, and its position counts in the batch.
+        TPIPSError: a setting is wrong, the metric's answer is not one number a pair, or the cache cannot be written. A
+            single bad image is no error: it is listed, and its scores are missing.
     """
     if sizes not in ("resize", "keep"):
         raise TPIPSError(f"Outputs of another size are scored by 'resize' or 'keep', not {sizes!r}.")
@@ -178,6 +179,13 @@ class _Call:
     references: list[Tensor] = field(default_factory=list)
     pairs: list[tuple[int, int, str]] = field(default_factory=list)
     places: list[tuple[str, str, str]] = field(default_factory=list)  # (source digest, output id, aspect)
+    owners: list[tuple[Row, str]] = field(default_factory=list)  # row, and model or control
+
+    def label(self, position: int) -> str:
+        """What an error calls a pair: the source, the model or control, and its output."""
+        row, name = self.owners[position]
+        file = f" ({row.outputs[name].label})" if name in row.outputs else ""
+        return asked(self.pairs[position][2], row.source.label, name + file)
 
 
 def _score_batch(
@@ -191,7 +199,8 @@ def _score_batch(
         if _read_outputs(job, sizes, scores) and _prepare(job, call, asked, decoded, cache, sizes, seed, scores):
             ready.append(job)
     if call.pairs:
-        answers = _measure(metric, call)
+        with torch.no_grad():
+            answers = pair_similarities(metric, call.images, call.references, call.pairs, call.label).double().tolist()
         found: dict[str, Known] = {}
         for (source, output, aspect), value in zip(call.places, answers, strict=True):
             found.setdefault(source, {}).setdefault(output, {})[aspect] = value
@@ -275,6 +284,7 @@ def _prepare(
             asked.add(place)
             call.pairs.append((position, reference, aspect))
             call.places.append(place)
+            call.owners.append((job.row, name))
     return True
 
 
@@ -300,24 +310,6 @@ def _index(images: list[Tensor], image: Tensor) -> int:
             return position
     images.append(image)
     return len(images) - 1
-
-
-def _measure(metric: PairMetric, call: _Call) -> list[float]:
-    with torch.no_grad():
-        answer = metric.similarity_pairs(call.images, call.references, call.pairs)
-    if answer.shape != (len(call.pairs),):
-        raise TPIPSError(
-            f"The metric answered {tuple(answer.shape)} for {len(call.pairs)} pairs; similarity_pairs must give one "
-            "similarity a pair."
-        )
-    values = answer.detach().float().tolist()
-    for value, (source, output, aspect) in zip(values, call.places, strict=True):
-        if not math.isfinite(value):
-            raise TPIPSError(
-                f"The metric gave {value} for the aspect {aspect!r} (source {source[:8]}, output {output[:8]}); no "
-                "score is made of it. Check the metric's weights and dtype."
-            )
-    return values
 
 
 def with_scored_outputs(rows: Sequence[Row], scores: Scores) -> list[Row]:

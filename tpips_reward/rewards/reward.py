@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tpips_reward.answers import asked, pair_similarities
 from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
-from tpips_reward.rewards.aspects import AspectsArgument
+from tpips_reward.rewards.aspects import AspectsArgument, sample_name
 from tpips_reward.rewards.gate import Gate
 from tpips_reward.rewards.pairs import Pair, PairTable, segment_mean
 from tpips_reward.rewards.samples import Samples, check_needed, read_aspects, read_samples
@@ -169,7 +170,8 @@ class TPIPSReward:
 
         Raises:
             TPIPSError: wrong numbers of images or aspects, aspects that the mode needs and that are missing, empty,
-                doubled or contradictory aspects, and a metric result that is not finite.
+                doubled or contradictory aspects.
+            NotFinite: the metric's answer to a pair; it names the sample and the aspect, and its position counts pairs.
         """
         samples = read_samples(images, references, preserve, target, target_images)
         check_needed(self.spec, samples.kept, samples.changed)
@@ -186,21 +188,13 @@ class TPIPSReward:
         return RewardOutput(scores, self._per_aspect(values, plan, count), _log_terms(means, plan, self), parts)
 
     def _measure(self, edits: list[Any], table: PairTable) -> Tensor:
-        values = self.metric.similarity_pairs(edits, table.references, table.pairs, value_range=self.value_range)
-        if values.shape != (len(table.pairs),):
-            raise TPIPSError(
-                f"The metric answered {tuple(values.shape)} for {len(table.pairs)} pairs; similarity_pairs must give "
-                "one similarity a pair."
-            )
-        finite = torch.isfinite(values.detach())
-        if not bool(finite.all()):
-            position = int((~finite).nonzero()[0])
+        def label(position: int) -> str:
             sample, _, aspect = table.pairs[position]
-            raise TPIPSError(
-                f"The metric gave {float(values[position])} for sample {sample} in aspect {aspect!r}; no score is made "
-                "of it. Check the image, and the metric's weights and dtype."
-            )
-        return values.float()
+            return asked(aspect, sample_name(sample, len(edits)).lower())
+
+        return pair_similarities(
+            self.metric, edits, table.references, table.pairs, label, value_range=self.value_range
+        ).float()
 
     def _means(self, values: Tensor, plan: _Plan, count: int) -> SampleMeans:
         def mean(role: str, of: Tensor) -> Tensor:

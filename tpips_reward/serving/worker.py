@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tpips_reward.adapters.core import RewardCall
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.rewards.reward import TPIPSReward
 from tpips_reward.serving.errors import bad_field, failed
 from tpips_reward.serving.items import Answer, Item, split_output
@@ -121,7 +121,7 @@ def _score(reward: RewardCall, items: list[Item]) -> list[Answer]:
         if len(items) > 1:
             middle = len(items) // 2
             return _score(reward, items[:middle]) + _score(reward, items[middle:])
-        if isinstance(error, TPIPSError):
+        if isinstance(error, TPIPSError) and not isinstance(error, NotFinite):  # that one is the weights' fault
             return [bad_field(str(error))]
         return [failed("The reward failed on this item.", error)]
 
