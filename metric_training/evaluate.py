@@ -41,7 +41,7 @@ from metric_training.evaluation.runner import evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
-from tpips_reward.errors import exit_on_errors
+from tpips_reward.errors import NotFinite, exit_on_errors
 from tpips_reward.scenes import to_tensor
 
 __all__ = [
@@ -92,11 +92,13 @@ def score_triplets(judge: Judge, triplets: Sequence[Triplet]) -> dict[str, Any]:
     scores, crowds, names = [], [], []
     for number, triplet in enumerate(triplets):
         votes = torch.from_numpy(triplet.votes)
-        similarities = judge(triplet).cpu()
-        if not torch.isfinite(similarities).all():
-            raise TPIPSError(
-                f"The metric gave a similarity that is not finite on triplet {number}; nothing was scored."
-            )
+        try:
+            similarities = judge(triplet).cpu()
+            finite = bool(torch.isfinite(similarities).all())
+        except NotFinite:
+            finite = False
+        if not finite:
+            raise TPIPSError(f"The metric gave a similarity that is not finite on triplet {number}; nothing was scored.")
         scores.append(agreement(similarities, votes))
         crowds.append(consensus(votes))
         names += list(triplet.aspects)

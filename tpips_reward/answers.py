@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,22 @@ def check_finite(values: Tensor, label: Callable[[int], str]) -> Tensor:
     return values
 
 
+@contextmanager
+def named(label: Callable[[int], str]) -> Iterator[None]:
+    """What a metric calls not finite within it is called what the caller calls it.
+
+    Args:
+        label: what the row at a position of the metric's answer is of.
+
+    Raises:
+        NotFinite: the metric's own, with the same position.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        raise _not_finite(error.position, label) from None
+
+
 def pair_similarities(
     metric: Any,
     images: Any,
@@ -49,10 +66,8 @@ def pair_similarities(
         NotFinite: NaN or infinite numbers, with the position of the pair.
         TPIPSError: not one number a pair; whatever the metric raises.
     """
-    try:
+    with named(label):
         values = metric.similarity_pairs(images, references, pairs, **options)
-    except NotFinite as error:
-        raise _not_finite(error.position, label) from None
     if values.shape != (len(pairs),):
         raise TPIPSError(
             f"The metric answered {tuple(values.shape)} for {len(pairs)} pairs; similarity_pairs must give one similarity "

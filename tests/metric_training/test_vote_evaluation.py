@@ -18,7 +18,8 @@ from torch import Tensor
 from metric_training import evaluate as command
 from metric_training.builtin_model import build_late_fusion
 from metric_training.data.comparison import Comparison, Data, DataError, ImageSource, Problems
-from metric_training.data.procedural import procedural_data
+from metric_training.data.procedural import held_out_triplets, procedural_data
+from metric_training.data.triplets import Triplet
 from metric_training.evaluation.baselines import (
     load_judge,
     match_sizes,
@@ -81,6 +82,20 @@ def test_pairs_are_asked_once_and_bad_scores_score_nothing() -> None:
     by_itself = PairwiseJudge("broken", raising)
     with pytest.raises(TPIPSError, match="broken gave a similarity that is not finite on c"):
         by_itself(group, {n: source(n).load() for n in "abc"})
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_triplet_without_a_finite_similarity_scores_nothing(raises: bool) -> None:
+    """Metrics of ours raise; others answer."""
+    triplets = held_out_triplets(2)
+
+    def judge(triplet: Triplet) -> Tensor:
+        if triplet is triplets[1] and raises:
+            raise NotFinite("images[0] and references[1]", 0)
+        return torch.full((len(triplet.aspects), 3), float("nan") if triplet is triplets[1] else 0.0)
+
+    with pytest.raises(TPIPSError, match="not finite on triplet 1; nothing was scored"):
+        command.score_triplets(judge, triplets)
 
 
 def test_comparisons_with_common_files_share_a_call() -> None:

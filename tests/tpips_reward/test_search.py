@@ -16,7 +16,7 @@ from PIL import Image
 from serving_workers import BROKEN_EXIF, with_exif
 
 from tpips_reward.cli import main
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.search.index import Index, build_index, probe, write_index
 from tpips_reward.search.ranking import OVERALL, Query, combine, scores
 
@@ -130,6 +130,21 @@ def test_only_the_aspects_of_a_search_are_read(index, tmp_path):
     assert other.search({"lighting": index.vectors("lighting")[3].copy()}, 1)[0].row == 3
     with pytest.raises(TPIPSError, match="vectors-2.npy cannot be read.*build the index again"):
         other.search({"background color": index.vectors("lighting")[3].copy()}, 1)
+
+
+def test_vectors_that_are_not_finite_leave_no_index(index, folder, metric, tmp_path):
+    """Rows are images, and in each overall and the aspects: 4 is the second image's first one."""
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(metric, name)
+
+        def embed(self, *_: Any) -> Any:
+            raise NotFinite("as a metric says it", 4)
+
+    with pytest.raises(NotFinite, match=f"no finite number for {index.files[1]} in 'lighting'"):
+        build_index(folder, ASPECTS, Broken(), tmp_path / "index", metric_name="broken", batch_images=5)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_metrics_vectors_are_refused(index, metric, monkeypatch):

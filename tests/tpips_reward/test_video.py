@@ -12,7 +12,7 @@ from fake_metrics import RegionMetric
 from PIL import Image
 
 from tpips_reward.cli import main
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.video.frames import Frame, frame_at, read_frames
 from tpips_reward.video.timeline import measure
 
@@ -151,7 +151,10 @@ def test_aspects_and_scores_that_are_none(frames):
 
     class Broken:
         def similarity(self, *_: object) -> torch.Tensor:
-            return torch.tensor([[float("nan")]])
+            if self.raises:
+                raise NotFinite("as a metric of ours says it", 3)
+            return torch.tensor([[0.0, 0.0], [0.0, float("nan")]])
 
-    with pytest.raises(TPIPSError, match="not finite"):
-        measure([Frame(0, 0.0, first.pixels)], first.pixels, ["a"], Broken())
+    for Broken.raises in (False, True):
+        with pytest.raises(NotFinite, match="no finite number for frame 8 and the reference in 'b'"):
+            measure([Frame(number, 0.0, first.pixels) for number in (7, 8)], first.pixels, ["a", "b"], Broken())

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tpips_reward.answers import asked, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decode
 from tpips_reward.files import check_folder, write_text
@@ -186,9 +187,9 @@ def build_index(
                 except TPIPSError as error:
                     skipped[label] = str(error)
             if batch:
-                vectors = metric.embed(list(batch.values()), names).float().cpu().numpy()
-                if not np.isfinite(vectors).all():
-                    raise TPIPSError(f"The metric gave vectors that are not finite for {', '.join(batch)}.")
+                labels = [asked(name, path) for path in batch for name in names]
+                with named(labels.__getitem__):
+                    vectors = metric.embed(list(batch.values()), names).float().cpu().numpy()
                 arrays = arrays or _open_arrays(staging, len(names), len(files), vectors.shape[2])
                 for k, array in enumerate(arrays):
                     array[len(kept) : len(kept) + len(batch)] = vectors[:, k]

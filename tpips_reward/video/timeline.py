@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpips_reward.answers import asked, check_finite, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_atomic, write_text
 from tpips_reward.video.frames import Frame
@@ -39,7 +40,8 @@ def measure(
         metric: anything with `similarity`, as `Metric` has it.
 
     Raises:
-        TPIPSError: no aspects, an aspect twice, no frames, a similarity that is not finite.
+        TPIPSError: no aspects, an aspect twice, no frames.
+        NotFinite: a similarity that is NaN or infinite; it names the frame.
     """
     names = [" ".join(aspect.split()) for aspect in ([aspects] if isinstance(aspects, str) else aspects)]
     if not names or not all(names) or len({name.casefold() for name in names}) < len(names):
@@ -50,16 +52,16 @@ def measure(
     seconds: list[float] = []
     rows: list[Tensor] = []
     for part in _batches(frames, batch):
-        with torch.no_grad():
-            rows.append(metric.similarity([frame.pixels for frame in part], reference, names).float().cpu())
+        labels = [asked(name, f"frame {frame.number}", "the reference") for frame in part for name in names]
+        with torch.no_grad(), named(labels.__getitem__):
+            found = metric.similarity([frame.pixels for frame in part], reference, names).float().cpu()
+        check_finite(found.flatten(), labels.__getitem__)
+        rows.append(found)
         numbers += [frame.number for frame in part]
         seconds += [frame.seconds for frame in part]
     if not rows:
         raise TPIPSError("There are no frames.")
-    similarities = torch.cat(rows)
-    if not bool(similarities.isfinite().all()):
-        raise TPIPSError("The metric gave a similarity that is not finite; check its weights and dtype.")
-    return Timeline(names, numbers, seconds, similarities)
+    return Timeline(names, numbers, seconds, torch.cat(rows))
 
 
 def write_csv(timeline: Timeline, path: Path) -> None:
