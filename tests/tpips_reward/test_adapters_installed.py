@@ -2,7 +2,7 @@
 
 verl is on PyPI and wants an older transformers than this project; Flow-Factory and UniRL are installed from their
 repositories. flow_grpo and PaCo-RL keep their scores in a dict inside of a function, which only an edit of their file
-reaches, and verl-omni needs vLLM-Omni: test_adapters.py has stubs of these.
+reaches, and verl-omni needs vLLM-Omni: test_adapters_flow_grpo.py and test_adapters_verl.py have stubs of these.
 """
 
 from __future__ import annotations
