@@ -30,9 +30,9 @@ from metric_training.evaluation.arguments import (
 )
 from metric_training.evaluation.baselines import load_judge
 from metric_training.evaluation.judges import Judge
-from metric_training.evaluation.report import check_outputs
 from tpips_reward import TPIPSError
 from tpips_reward.errors import exit_on_errors
+from tpips_reward.files import check_writable
 
 
 def run(
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
     check_run(options)
-    check_outputs(options.output_dir)
+    check_writable(options.output_dir)
     settings = Settings(
         split=options.split,
         image_root=options.image_root,

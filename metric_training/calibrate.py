@@ -28,12 +28,13 @@ from metric_training.data.procedural import KINDS, TEST_SEED
 from metric_training.data.sources import load_data
 from metric_training.evaluation.arguments import add_run_arguments, add_vote_arguments, check_run, data_options
 from metric_training.evaluation.judges import metric_judge
-from metric_training.evaluation.report import check_outputs, write_file
+from metric_training.evaluation.report import write_file
 from metric_training.evaluation.runner import ImageCache, score
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import exit_on_errors
+from tpips_reward.files import check_writable
 
 #: Pairs in one step of the fit; fewer would follow the noise of five votes.
 PAIRS_PER_STEP = 30
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = folder / CALIBRATION_NAME
     if target.exists() and not options.overwrite:
         raise TPIPSError(f"{target} is there already; give --overwrite to replace it.")
-    check_outputs(folder)
+    check_writable(folder)
     data = show_problems(load_data(options.data, data_options(options, options.count)))
     metric = load_metric(options.metric, device=options.device, dtype=options.dtype)
     votes = collect(metric, data.comparisons, options.images_per_call, sys.stderr.isatty())

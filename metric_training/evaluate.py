@@ -36,12 +36,13 @@ from metric_training.evaluation.arguments import (
 )
 from metric_training.evaluation.baselines import is_baseline, load_judge, untrained
 from metric_training.evaluation.report import as_markdown as report_markdown
-from metric_training.evaluation.report import check_outputs, write_file, write_report
+from metric_training.evaluation.report import write_file, write_report
 from metric_training.evaluation.runner import evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import NotFinite, exit_on_errors
+from tpips_reward.files import check_writable
 from tpips_reward.scenes import to_tensor
 
 __all__ = [
@@ -187,7 +188,7 @@ def run_evaluation(options: argparse.Namespace, metrics: Sequence[str]) -> dict[
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
-    check_outputs(options.output_dir, options.output)
+    check_writable(options.output_dir, options.output)
     metrics: list[str] = options.metric or ["builtin:late"]
     simple = options.data is None and options.output_dir is None and len(metrics) == 1
     simple = simple and not is_baseline(metrics[0])

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from metric_training.evaluate import as_markdown, compare
-from metric_training.evaluation.report import check_outputs
 from metric_training.training.config import TrainConfig
 from metric_training.training.output import describe_scores, saved_config, trained_metric
 from metric_training.training.state import BEST, STATE, load_checkpoint
 from tpips_reward import Metric, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import exit_on_errors
-from tpips_reward.files import write_text
+from tpips_reward.files import check_writable, write_text
 from tpips_reward.rewards.effects import measure_change_scale
 
 CHECKPOINTS = {"best": BEST, "last": STATE}
@@ -139,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--triplets", type=int, default=1000, help="triplets in each test set")
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "triplets")
-    check_outputs(options.output)
+    check_writable(options.output)
     figures = export(
         options.run, options.output, options.triplets, checkpoint=options.checkpoint, base=options.base
     )

@@ -18,14 +18,13 @@ from pathlib import Path
 from metric_training.data.comparison import Data, show_problems
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.evaluation.judges import metric_judge
-from metric_training.evaluation.report import check_outputs
 from metric_training.evaluation.runner import evaluate
 from metric_training.training.config import TrainConfig, check_config, parse_config
 from metric_training.training.runs import finish
 from tpips_reward import TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
-from tpips_reward.files import write_atomic, write_text
+from tpips_reward.files import check_writable, write_atomic, write_text
 from tpips_reward.stopping import Interrupted
 
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -115,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = parser.parse_known_args(arguments)
     config = parse_config(rest)
     check_at_least(options, 1, "test_samples")
-    check_outputs(options.output_dir)
+    check_writable(options.output_dir)
     how = DataOptions(
         count=options.test_samples,
         split="test",

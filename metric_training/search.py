@@ -22,7 +22,6 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from metric_training.evaluation.report import check_outputs
 from metric_training.training.config import RESUMABLE, TrainConfig, check_config, parse_config, read_yaml
 from metric_training.training.model import load_start
 from metric_training.training.runs import best_agreement, finish
@@ -30,7 +29,7 @@ from metric_training.training.state import Diverged
 from tpips_reward import TPIPSError
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
-from tpips_reward.files import write_text
+from tpips_reward.files import check_writable, write_text
 from tpips_reward.fusion.base import FusionModule
 from tpips_reward.fusion.distance import spread_layers
 from tpips_reward.stopping import Interrupted
@@ -158,7 +157,7 @@ def search(
             with_values(config, {name: value}, processes)
     if "num_probes" in space:
         _check_probes(config, space["num_probes"])
-    check_outputs(folder)
+    check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     states = optuna.trial.TrialState
     # pruned: those that diverged; the sampler keeps away from their values, of which a failed one would tell it nothing

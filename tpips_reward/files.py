@@ -12,19 +12,42 @@ from tpips_reward.errors import TPIPSError
 
 #: Begins the names of temporary files; what a killed process left can be told by it.
 TEMPORARY = ".tmp-"
+#: In bytes; of every usual file system.
+_LONGEST_NAME = 255
 
 
-def check_folder(path: Path) -> None:
-    """Refuses a place where no folder can be.
+def check_writable(folder: Path | None, file: Path | None = None) -> None:
+    """Refuses output paths that cannot be written, before hours have gone into what belongs there.
+
+    Args:
+        folder: that is to be made, with those above it, or that is there.
+        file: that is to be written, in a folder that is made too.
 
     Raises:
-        TPIPSError: the path, or one above it, is there and is no folder.
+        TPIPSError: the folder, or one above it, is a file or a link to nothing; the file is a folder; a name is none that a
+            file can have; or nothing may be written there.
     """
-    for place in (path, *path.parents):
-        if place.is_dir():
-            return
-        if place.exists() or place.is_symlink():
-            raise TPIPSError(f"{place} is no folder, so that nothing can be written to {path}; give another --output.")
+    for path in (folder, file):
+        if path is not None and not _can_be_named(path):
+            raise TPIPSError(f"{str(path)[:80]!r} has a name that no file can have; give another path for the output.")
+    for path in (folder, file.parent if file else None):
+        taken = next((p for p in (path, *path.parents) if os.path.lexists(p)), None) if path else None
+        if taken is None:
+            continue
+        if not taken.is_dir():
+            kind = "a file" if os.path.exists(taken) else "a link to nothing"
+            raise TPIPSError(f"{path} cannot be a folder, since {taken} is {kind}; give another path for the output.")
+        if not os.access(taken, os.W_OK | os.X_OK):
+            raise TPIPSError(f"The folder {taken} may not be written to; mend its rights, or give another path for the output.")
+    if file is not None and file.is_dir():
+        raise TPIPSError(f"{file} is a folder; name a file for the output.")
+
+
+def _can_be_named(path: Path) -> bool:
+    try:
+        return all(len(name) <= _LONGEST_NAME and 0 not in name for name in map(os.fsencode, path.parts))
+    except UnicodeEncodeError:
+        return False
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

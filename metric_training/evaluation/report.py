@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,25 +143,6 @@ def write_report(folder: str | Path, results: Mapping[str, Any]) -> list[Path]:
     for name, content in files.items():
         write_file(target / name, content)
     return [target / name for name in files]
-
-
-def check_outputs(folder: Path | None, file: Path | None = None) -> None:
-    """Refuses output paths that cannot be written, before hours have gone into what belongs there.
-
-    Raises:
-        DataError: the folder is a file, the file a folder, or nothing may be written there.
-    """
-    for path in (folder, file.parent if file else None):
-        # os.path answers False, where Path raises, for a name that no file can have
-        taken = next((p for p in (path, *path.parents) if os.path.exists(p)), None) if path else None
-        if taken is None:
-            continue
-        if not taken.is_dir():
-            raise DataError(f"{path} cannot be a folder, since {taken} is a file; give another path for the output.")
-        if not os.access(taken, os.W_OK | os.X_OK):
-            raise DataError(f"The folder {taken} may not be written to; mend its rights, or give another path for the output.")
-    if file is not None and file.is_dir():
-        raise DataError(f"{file} is a folder; name a file for the output.")
 
 
 def write_file(path: Path, content: bytes) -> None:

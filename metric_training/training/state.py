@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from metric_training.evaluation.report import check_outputs
 from metric_training.training.config import RESUMABLE, TrainConfig
 from tpips_reward import TPIPSError
 from tpips_reward.checkpoints import CONFIG_NAME
-from tpips_reward.files import TEMPORARY, write_atomic
+from tpips_reward.files import TEMPORARY, check_writable, write_atomic
 
 STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
 #: Why a run diverged: an exit code that a launcher passes on does not say that it did.
@@ -57,7 +56,7 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
             damaged, or of other settings.
     """
     folder = Path(config.output_dir)
-    check_outputs(folder)
+    check_writable(folder)
     for name, source in (("model_name_or_path", config.model_name_or_path), ("teacher", config.teacher)):
         place = Path(source or "").expanduser()
         replaced = [(folder / name).resolve() for name in ("best", "last")]

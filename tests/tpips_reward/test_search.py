@@ -301,7 +301,7 @@ def test_overwrite_deletes_nothing_but_an_index(folder, index, metric, tmp_path)
         ("mine", "holds notes.txt"),
         ("more", "holds vectors-3.npy"),
         ("link", "symbolic link"),
-        ("file/x", "file is no folder"),
+        ("file/x", "file is a file"),
     ):
         with pytest.raises(TPIPSError, match=words):
             build(tmp_path / name)

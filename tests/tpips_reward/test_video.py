@@ -127,7 +127,7 @@ def test_an_output_that_is_a_file(frames, tmp_path, capsys):
     for output in ("file", "file/x"):
         assert main(["video", str(frames), "--aspect", "x", "--output", str(tmp_path / output)]) == 2
         error = capsys.readouterr().err
-        assert "file is no folder" in error and len(error.splitlines()) == 1
+        assert "file is a file" in error and len(error.splitlines()) == 1
 
 
 def test_a_cut_video_is_an_error_or_its_frames(clip, tmp_path):

@@ -24,7 +24,7 @@ import numpy as np
 from tpips_reward.answers import asked, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decode
-from tpips_reward.files import check_folder, write_text
+from tpips_reward.files import check_writable, write_text
 from tpips_reward.metric import Metric
 from tpips_reward.search.ranking import OVERALL
 
@@ -310,7 +310,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     """
     if output.is_symlink():
         raise TPIPSError(f"{output} is a symbolic link; give the folder that it means as --output.")
-    check_folder(output)
+    check_writable(output)
     if not output.exists():
         return
     if not (output / "index.json").is_file():

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from tpips_reward.errors import TPIPSError
-from tpips_reward.files import check_folder
+from tpips_reward.files import check_writable
 from tpips_reward.metric import Metric
 from tpips_reward.video.frames import frame_at, read_frames
 from tpips_reward.video.timeline import measure, write_csv, write_plot
@@ -19,7 +19,7 @@ def run_video(options: argparse.Namespace, load: Callable[[], Metric]) -> None:
         TPIPSError: as `read_frames` and `measure`; a timeline that is there without --overwrite, an output that is no folder.
     """
     table, plot = options.output / "timeline.csv", options.output / "timeline.png"
-    check_folder(options.output)
+    check_writable(options.output)
     for path in (table, plot):
         if path.exists() and not options.overwrite:
             raise TPIPSError(f"{path} is there already; replace it with --overwrite.")

@@ -9,28 +9,30 @@ from typing import Any
 
 import pytest
 
-from metric_training.evaluation.report import check_outputs
 from tpips_reward import TPIPSError
+from tpips_reward.files import check_writable, write_atomic
 
 
 def test_outputs_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_outputs(tmp_path / "new" / "folder", tmp_path / "file.json")
+    check_writable(tmp_path / "new" / "folder", tmp_path / "file.json")
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     file, folder = "cannot be a folder, since .*file is a file", "is a folder; name a file"
+    link, name = "since .*link is a link to nothing", "has a name that no file can have"
     for arguments, message in (
         ((tmp_path / "file",), file), ((tmp_path / "file" / "below",), file), ((None, tmp_path / "file" / "x.json"), file),
-        ((None, tmp_path), folder),
+        ((None, tmp_path), folder), ((tmp_path / "link",), link), ((tmp_path / "link" / "below",), link),
+        ((tmp_path / ("ä" * 128),), name), ((tmp_path / "new" / ("x" * 256),), name), ((tmp_path / "a\0b",), name),
+        ((None, tmp_path / "\ud800.json"), name),
     ):  # fmt: skip
         with pytest.raises(TPIPSError, match=f"{message}.* for the output"):
-            check_outputs(*arguments)  # type: ignore[arg-type]
+            check_writable(*arguments)  # type: ignore[arg-type]
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(TPIPSError, match=f"{tmp_path} may not be written to; mend its rights"):
-        check_outputs(tmp_path / "new")
+        check_writable(tmp_path / "new")
 
 
 def test_errors_of_the_disk_name_the_file_and_not_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpips_reward.files import write_atomic
-
     def full(temporary: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
