@@ -34,7 +34,7 @@ from tpips_reward.fusion.base import FusionModule
 from tpips_reward.fusion.distance import spread_layers
 from tpips_reward.stopping import Interrupted
 
-BATCH = "effective_batch_size"
+BATCH, STUDY = "effective_batch_size", "study.db"
 _RATES = {"low": 1e-5, "high": 5e-4, "log": True}
 _COMMON: dict[str, Any] = {"lora_r": [8, 16, 32, 64], "learning_rate": _RATES, BATCH: [32, 64, 128, 256]}
 #: What is searched, by fusion: a list to choose from, or a range. The batch counts (triplet, aspect) examples.
@@ -155,9 +155,12 @@ def search(
     for name, values in space.items():  # before hours go into the first trials
         for value in values if isinstance(values, list) else (values["low"], values["high"]):
             with_values(config, {name: value}, processes)
-    if "num_probes" in space:
-        _check_probes(config, space["num_probes"])
+    probes = "num_probes" in space
+    if probes and (config.fusion != "mid" or config.probe_layers is not None):
+        raise TPIPSError("num_probes is searched, which only mid fusion without probe_layers has; take one of the two out.")
     check_writable(folder)
+    if probes and not (folder / STUDY).exists():  # loads the start, which a search that was begun has passed
+        _check_probes(config, space["num_probes"])
     folder.mkdir(parents=True, exist_ok=True)
     states = optuna.trial.TrialState
     # pruned: those that diverged; the sampler keeps away from their values, of which a failed one would tell it nothing
@@ -165,14 +168,14 @@ def search(
     try:
         study = optuna.create_study(
             study_name="search",
-            storage=f"sqlite:///{(folder / 'study.db').resolve()}",
+            storage=f"sqlite:///{(folder / STUDY).resolve()}",
             direction="maximize",
             load_if_exists=True,
         )
     except Exception as error:  # of the data base below, which has many
         reason = " ".join(str(error).split())[:100]
         raise TPIPSError(
-            f"{folder / 'study.db'} holds no search that can be read ({type(error).__name__}: {reason}); take it away, or give "
+            f"{folder / STUDY} holds no search that can be read ({type(error).__name__}: {reason}); take it away, or give "
             "another --output_dir."
         ) from error
     _check_same_search(study, config, space, folder)
@@ -204,9 +207,7 @@ def search(
 
 
 def _check_probes(config: TrainConfig, counts: Sequence[int]) -> None:
-    """Refuses to search what a training would not use, and more probe layers than the start has layers."""
-    if config.fusion != "mid" or config.probe_layers is not None:
-        raise TPIPSError("num_probes is searched, which only mid fusion without probe_layers has; take one of the two out.")
+    """Refuses a start that keeps its probe layers, or has fewer layers than a trial might read."""
     start = load_start(config)
     if isinstance(start, FusionModule):
         raise TPIPSError(

@@ -138,6 +138,22 @@ def test_probe_layers_that_no_trial_could_have(config: TrainConfig, tmp_path: Pa
     assert not (tmp_path / "search").exists()
 
 
+def test_a_search_that_goes_on_loads_no_start_of_its_own(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "finish", lambda settings, launcher: Path(settings.output_dir))
+    monkeypatch.setattr(search, "best_agreement", lambda folder: 0.5)
+    real, loaded = search.load_start, []
+    monkeypatch.setattr(search, "load_start", lambda settings: loaded.append(settings) or real(settings))
+    mid = replace(config, fusion="mid")
+    search.search(mid, {"num_probes": [1]}, 1, tmp_path / "search")
+    search.search(mid, {"num_probes": [1]}, 2, tmp_path / "search")
+    with pytest.raises(TPIPSError, match="was begun with space"):
+        search.search(mid, {"num_probes": [1, 3]}, 3, tmp_path / "search")
+    (tmp_path / "file").touch()
+    with pytest.raises(TPIPSError, match="cannot be a folder"):
+        search.search(mid, {"num_probes": [1]}, 1, tmp_path / "file")
+    assert len(loaded) == 1 and len(table(tmp_path / "search/trials.csv")) == 2
+
+
 @pytest.mark.parametrize(
     "text",
     ["- a", "no_setting: [1]", "lora_r: 3", "lora_r: {low: 1}", "lora_r: []", "a: [", "", "max_aspects: {low: 1, high: 8}",
