@@ -118,6 +118,23 @@ def _name_of(place: Path) -> str:
     return home.name
 
 
+def check_checkpoints(editor: Editor, checkpoints: Sequence[Checkpoint]) -> None:
+    """Finds what does not fit the editor before anything is rendered; leaves the editor as it is.
+
+    Adapters are put on and taken off again. Of all weights the names and shapes are compared, for they would stay.
+
+    Raises:
+        EditorError: as `apply_checkpoint`.
+    """
+    for checkpoint in checkpoints:
+        if checkpoint.file is not None:
+            apply_checkpoint(editor, checkpoint)
+    editor.pipe.unload_lora_weights()
+    for checkpoint in checkpoints:
+        if checkpoint.weights is not None:
+            full.check_weights(editor.transformer, checkpoint.weights)
+
+
 def apply_checkpoint(editor: Editor, checkpoint: Checkpoint) -> None:
     """Takes off the adapter that is on, and puts on the checkpoint's, or all of its weights.
 

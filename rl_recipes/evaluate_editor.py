@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from rl_recipes import rendering_folder
 from rl_recipes.building import set_threads
-from rl_recipes.editor_checkpoints import Checkpoint, find_checkpoints
+from rl_recipes.editor_checkpoints import Checkpoint, check_checkpoints, find_checkpoints
 from rl_recipes.editors import Editor, load_editor
 from rl_recipes.parsing import PRESETS, auto_preset, load_yaml
 from rl_recipes.procedural_edits import known_truth, procedural_rows
@@ -140,6 +140,7 @@ def _render(
         dataset, sizes = check_rows(editor, dataset)
         if not dataset.rows:
             raise TPIPSError(f"{args.data} has no edit that can be rendered. {dataset.problems[0].detail}")
+    check_checkpoints(editor, checkpoints)
     if args.overwrite and accelerator.is_main_process:  # only now that everything is known to be good
         rendering_folder.clear(folder, dataset.rows if dataset is not None else ())
     accelerator.wait_for_everyone()

@@ -88,29 +88,45 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def check_weights(transformer: nn.Module, folder: Path) -> None:
+    """Reads the names and shapes of saved weights, and compares them with a transformer's.
+
+    Raises:
+        EditorError: a file cannot be read, or names and shapes are not those of this transformer.
+    """
+    own = transformer.state_dict()
+    shapes: dict[str, list[int]] = {}
+    with _reading(folder):
+        for file in weight_files(folder):
+            with safe_open(file, "pt") as content:
+                shapes |= {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118
+    wrong = [name for name in own if shapes.get(name) != list(own[name].shape)] + [name for name in shapes if name not in own]
+    if wrong:
+        raise EditorError(
+            f"The weights in {folder} do not fit this editor's transformer ({len(wrong)} of {len(own)} differ, the first "
+            f"is {wrong[0]}); give the weights of this editor."
+        )
+
+
 @torch.no_grad()
 def load_weights(transformer: nn.Module, folder: Path) -> None:
     """Puts saved weights in the place of a transformer's own, in its dtype and on its device; one tensor at a time.
 
     Raises:
-        EditorError: a file cannot be read, or names and shapes are not those of this transformer; then nothing is changed.
+        EditorError: as `check_weights`; then nothing is changed.
     """
+    check_weights(transformer, folder)
     own = transformer.state_dict()
-    shapes: dict[str, list[int]] = {}
-    files = weight_files(folder)
-    try:
-        for file in files:
-            with safe_open(file, "pt") as content:
-                shapes |= {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118
-        wrong = [name for name in own if shapes.get(name) != list(own[name].shape)] + [name for name in shapes if name not in own]
-        if wrong:
-            raise EditorError(
-                f"The weights in {folder} do not fit this editor's transformer ({len(wrong)} of {len(own)} differ, the first "
-                f"is {wrong[0]}); give the weights of this editor."
-            )
-        for file in files:
+    with _reading(folder):
+        for file in weight_files(folder):
             with safe_open(file, "pt") as content:
                 for name in content.keys():  # noqa: SIM118
                     own[name].copy_(content.get_tensor(name))
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise EditorError(f"The weights in {folder} cannot be read ({error}); they must be safetensors files.") from error

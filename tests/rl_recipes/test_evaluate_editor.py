@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import METRIC
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from rl_recipes import evaluate_editor, procedural_edits
 from rl_recipes.editor_checkpoints import Checkpoint, apply_checkpoint, find_checkpoints
@@ -30,6 +31,7 @@ from tpips_reward.evaluation import read_manifest
 from tpips_reward.stopping import Interrupted, StopSignal
 
 Run = Callable[..., int]
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +261,7 @@ def test_all_weights_of_a_run_edit_as_the_trained_editor_does(
 def test_weights_that_cannot_be_used(
     trained: tuple[Editor, Path], adapters: Path, editor_folder: Path, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
-    run, file = trained[1], "diffusion_pytorch_model.safetensors"
+    run, file = trained[1], WEIGHTS
     for lora, weights, message in [
         ([], ["nothing"], "--full nothing holds no weights of a run with --train full"),
         ([], [str(adapters / "a")], "holds an adapter, which --lora takes"),
@@ -317,11 +317,8 @@ def test_adapters_that_cannot_be_used(adapters: Path, editor_folder: Path, tmp_p
     with pytest.raises(TPIPSError, match="cannot be read"):
         find_checkpoints([str(broken)])
 
-    from safetensors.torch import load_file, save_file
-
     editor = load_editor(editor_folder, device="cpu", resolution=32)
-    elsewhere = {name.replace("attn.to_q", "attn.to_elsewhere"): value for name, value in load_file(file).items()}
-    save_file(elsewhere, tmp_path / "elsewhere.safetensors")
+    spoil(file, tmp_path / "elsewhere.safetensors", "attn.to_q", "attn.to_elsewhere")
     (checkpoint,) = find_checkpoints([str(tmp_path / "elsewhere.safetensors")])[1:]
     with pytest.raises(EditorError, match="fit this editor"):
         apply_checkpoint(editor, checkpoint)
@@ -364,8 +361,14 @@ def test_nothing_that_is_read_is_written(
     assert outside.read_text() == inside.read_text() == text and pixels(tmp_path / "out") == {}
 
 
+def spoil(file: Path, target: Path, name: str, other: str) -> None:
+    """A copy of weights with layers of other names."""
+    target.parent.mkdir(exist_ok=True)
+    save_file({key.replace(name, other): value for key, value in load_file(file).items()}, target)
+
+
 def test_overwrite_costs_nothing_but_an_earlier_rendering(
-    launch: Run, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch: Run, photos: Path, adapters: Path, trained: tuple[Editor, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(message: str, *flags: object, folder: Path = tmp_path / "out") -> None:
         with pytest.raises(SystemExit):
@@ -385,6 +388,7 @@ def test_overwrite_costs_nothing_but_an_earlier_rendering(
 
     assert launch("--count", 1) == 0
     before = pixels(tmp_path / "out")
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     rows = [json.loads(line) for line in photos.read_text().splitlines()]
     bad = photos.parent / "bad.jsonl"
     bad.write_text(json.dumps(rows[-1]) + "\n")
@@ -396,6 +400,12 @@ def test_overwrite_costs_nothing_but_an_earlier_rendering(
     refused("there is no metric 'builtin:lat'".capitalize(), "--metric", "builtin:lat")
     refused("has no calibration", "--calibrated")
     refused("steps is 0", "--steps", 0)
+    adapter, weights = adapters / "a/adapter/pytorch_lora_weights.safetensors", trained[1] / "adapter/transformer"
+    spoil(adapter, tmp_path / "elsewhere.safetensors", "attn.to_q", "attn.to_elsewhere")
+    refused("weights fit this editor's transformer", "--count", 1, "--lora", adapter, "--lora", tmp_path / "elsewhere.safetensors")
+    spoil(weights / WEIGHTS, tmp_path / "tuned" / WEIGHTS, "attn.to_q", "attn.to_elsewhere")
+    refused("do not fit this editor's transformer", "--count", 1, "--lora", adapter, "--full", tmp_path / "tuned")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()} == stamps
     (tmp_path / "out/sources/mine.jpg").write_text("mine")
     refused("has written sources/mine.jpg", "--count", 1)
     (tmp_path / "out/sources/mine.jpg").unlink()
