@@ -36,6 +36,7 @@ def one_step(config: TrainConfig, shard: bool) -> dict[str, Any]:
     model = objective.model
     if shard:
         names = yaml.safe_load(SETTINGS.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"].split(",")
+        assert set(names) <= {type(module).__name__ for module in model.modules()}, "the settings name blocks that are not there"
         mesh = init_device_mesh("cpu", (2,))
         for module in list(model.modules()):
             if type(module).__name__ in names:

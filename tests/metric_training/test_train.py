@@ -176,6 +176,7 @@ def _train_as(rank: int, config: TrainConfig, port: int) -> None:
 
 def test_two_processes_are_one_with_the_same_global_batch(start: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lora_dropout": 0.0, "max_steps": 2, "fusion": "early", "max_grad_norm": 1e6}
+    settings["aspect_weights"] = {"position": 4.0, "texture": 0.5}  # the two processes' shares weigh differently in both steps
     train.main(tiny(start, tmp_path / "one", per_device_train_batch_size=2, **settings))
     config = tiny(start, tmp_path / "two", per_device_train_batch_size=1, **settings)
     port = 20000 + os.getpid() % 20000
