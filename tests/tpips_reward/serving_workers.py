@@ -70,14 +70,19 @@ class LocalWorker:
         self.surprise: Exception | None = None  # instead of a WorkerDied
         self.starts = 0
         self.stopped = False
+        self.is_alive = True
+        self.start_gate = threading.Event()
+        self.start_gate.set()
         self.gate = threading.Event()
         self.gate.set()
 
     def start(self) -> None:
         self.starts += 1
+        self.start_gate.wait(20)
         if self.starts_that_fail:
             self.starts_that_fail -= 1
             raise self.surprise or WorkerDied("/srv/metric cannot be read")
+        self.is_alive = True
 
     def score(self, items: Sequence[Item]) -> list[Answer]:
         self.gate.wait(20)

@@ -146,13 +146,32 @@ def test_garbage_on_the_socket_harms_nobody():
         assert scores(post(address, request_of(2))) == pytest.approx(expected_scores(2))
 
 
-def test_a_dead_worker_is_started_again_and_its_items_are_scored():
+def test_a_dead_worker_is_started_again_and_its_items_are_scored(caplog):
     worker = LocalWorker()
     worker.deaths_left = 1
     with running([worker]) as address:
         assert scores(post(address, request_of(3))) == pytest.approx(expected_scores(3))
         assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
     assert worker.sizes == [3, 1, 1, 1]  # alone, for one of them may be what it died of
+    assert [text.partition(" after")[0] for text in caplog.messages if "worker" in text] == ["worker 0 died: killed", "worker 0 can score again"]
+
+
+def test_a_worker_that_dies_idle_is_seen_and_started_again(caplog):
+    """By nobody's request: until it can score again /health sends balancers elsewhere."""
+    worker = LocalWorker()
+    with running([worker]) as address:
+        worker.start_gate.clear()
+        worker.is_alive = False
+        wait_for(lambda: worker.starts == 1, seconds=2)
+        assert httpx.get(f"{address}/health").status_code == 503
+        assert "tpips_reward_workers 0.0" in httpx.get(f"{address}/metrics").text
+        worker.start_gate.set()
+        wait_for(lambda: httpx.get(f"{address}/health").status_code == 200)
+        assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
+        assert scores(post(address, request_of(3))) == pytest.approx(expected_scores(3))
+    assert worker.sizes == [3]
+    died, again = [record.getMessage() for record in caplog.records if record.name == "tpips_reward.serving"]
+    assert died == "worker 0 died: its process ended while it was idle" and again.startswith("worker 0 can score again after")
 
 
 def test_an_item_that_kills_the_worker_each_time_is_given_up():

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,6 +158,26 @@ def test_a_worker_that_is_killed_while_it_scores(worker):
         assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
     assert [row["score"] for row in rows] == pytest.approx(expected_scores(8, preserve=["slow"]))
     assert not worker.is_alive  # ended with the server
+
+
+def test_a_worker_that_is_killed_while_it_is_idle(worker):
+    """Nobody asks anything: it is replaced all the same, and leaves no zombie."""
+    if not worker.is_alive:
+        worker.start()
+    child = process_of_worker()
+    with running([worker]) as address:
+        assert httpx.get(f"{address}/health").status_code == 200
+        child.kill()
+        end = time.monotonic() + 5
+        while httpx.get(f"{address}/health").status_code == 200:
+            assert time.monotonic() < end, "it was not seen"
+            time.sleep(0.02)
+        assert not psutil.pid_exists(child.pid)
+        end = time.monotonic() + 120
+        while httpx.get(f"{address}/health").status_code == 503:
+            assert time.monotonic() < end, "it was not started again"
+            time.sleep(0.05)
+        assert process_of_worker() != child
 
 
 def test_a_busy_worker_can_be_ended(worker):

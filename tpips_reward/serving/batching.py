@@ -29,12 +29,17 @@ DEATHS_OF_AN_ITEM = 2
 #: Failed attempts to start a worker again before the items that wait are told so.
 FAILED_STARTS = 3
 LONGEST_PAUSE = 30.0
+#: So often an idle worker is looked at, which nobody else would see die.
+CHECK_SECONDS = 0.5
 
 
 class Worker(Protocol):
     """What a batcher needs of a worker; `WorkerProcess` has it."""
 
     facts: dict[str, Any]
+
+    @property
+    def is_alive(self) -> bool: ...
 
     def start(self) -> None: ...
 
@@ -133,33 +138,49 @@ class Batcher:
             raise
 
     async def _serve(self, worker: Worker) -> None:
-        while jobs := await self._take():
-            if not await self._score(worker, jobs):
+        while True:
+            try:
+                jobs = await self._take(worker)
+            except WorkerDied as death:
+                goes_on = await self._restart(worker, death)
+            else:
+                goes_on = bool(jobs) and await self._score(worker, jobs)
+            if not goes_on:
                 return
 
-    async def _take(self) -> list[_Job]:
-        """The next batch; empty once the server is closing and nothing waits."""
+    async def _take(self, worker: Worker) -> list[_Job]:
+        """The next batch; empty once the server is closing and nothing waits.
+
+        Raises:
+            WorkerDied: the worker did, while it was idle.
+        """
         async with self._changed:
             while True:
                 self._drop_cancelled()
+                if self._closing and not self._pending:
+                    return []
+                if not worker.is_alive:
+                    raise WorkerDied("its process ended while it was idle")
                 if self._pending and (self._closing or await self._filled()):
                     return self._pop()
-                if not self._pending:
-                    if self._closing:
-                        return []
-                    await self._changed.wait()
+                if not self._pending and not self._closing:
+                    await self._wait(CHECK_SECONDS)
+
+    async def _wait(self, seconds: float) -> bool:
+        """Waits for a change; whether it came within so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _filled(self) -> bool:
         """Waits until the batch is full or its first item has waited long enough; whether there is still a batch."""
         end = self._pending[0].since + self.limits.wait_seconds
         while self._pending and len(self._pending) < self.limits.batch and not self._closing:
             left = end - time.monotonic()
-            if left <= 0:
-                break
-            try:
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
-            except TimeoutError:
+            if left <= 0 or not await self._wait(left):
                 break
         self._drop_cancelled()
         return bool(self._pending)
@@ -187,11 +208,10 @@ class Batcher:
             if len(answers) != len(jobs):
                 raise WorkerDied(f"{len(answers)} answers for {len(jobs)} items")
         except Exception as death:  # noqa: BLE001 - no memory, no files ...: this loop must go on, or nobody is answered
-            _log_surprise(death)
             self._mourn(jobs, str(death))
             async with self._changed:
                 self._changed.notify_all()
-            return await self._restart(worker)
+            return await self._restart(worker, death)
         seconds = time.monotonic() - begin
         self.metrics.scoring.observe(seconds)
         rate = len(jobs) * len(self.workers) / max(seconds, 1e-6)
@@ -214,17 +234,19 @@ class Batcher:
             else:
                 self._pending.appendleft(job)
 
-    async def _restart(self, worker: Worker) -> bool:
+    async def _restart(self, worker: Worker, death: Exception) -> bool:
         """Starts a worker again, with longer and longer pauses where that fails; False where the server closes first."""
         self._ready -= 1
         self.metrics.workers.set(self._ready)
+        name, begin = f"worker {self.workers.index(worker)}", time.monotonic()
+        _log_death(f"{name} died", death)
         loop = asyncio.get_running_loop()
         for attempt in count(1):
             try:
                 await loop.run_in_executor(self._threads, worker.start)
                 break
             except Exception as error:  # noqa: BLE001 - as above
-                _log_surprise(error)
+                _log_death(f"{name} could not be started again", error)
                 if self._ready == 0 and (attempt >= FAILED_STARTS or self._closing):
                     self._give_up(error)
                 if self._closing:
@@ -233,6 +255,7 @@ class Batcher:
         self._ready += 1
         self.metrics.restarts.inc()
         self.metrics.workers.set(self._ready)
+        _log.warning("%s can score again after %.1f s", name, time.monotonic() - begin)
         return True
 
     def _give_up(self, cause: Exception) -> None:
@@ -243,7 +266,7 @@ class Batcher:
                 self._answer(self._pending.popleft(), error)
 
 
-def _log_surprise(error: Exception) -> None:
-    """Of the ends of a worker those that are no WorkerDied say something about the server."""
-    if not isinstance(error, (TPIPSError, WorkerDied)):
-        _log.error("a worker is taken for dead after %r", error, exc_info=error)
+def _log_death(what: str, error: Exception) -> None:
+    """One line; of the ends of a worker those that are no WorkerDied say something about the server, and have more."""
+    is_surprise = not isinstance(error, (TPIPSError, WorkerDied))
+    _log.warning("%s: %s", what, repr(error) if is_surprise else error, exc_info=error if is_surprise else None)
