@@ -52,6 +52,10 @@ def reward_model(pointwise: type, output: type) -> type:
         ) -> Any:
             if image is None or condition_images is None:
                 raise TPIPSError("An edit needs image and condition_images; this reward scores images and no videos.")
+            if len(condition_images) != len(image):
+                raise TPIPSError(
+                    f"condition_images has {len(condition_images)} entries for {len(image)} images; give a list of sources each."
+                )
             sources = [conditions[0] if len(conditions) else None for conditions in condition_images]
             scores = self.scorer(image, sources, prompt, metadata).scores
             return output(rewards=scores.detach().to(self.device))

@@ -40,16 +40,20 @@ class TRLReward:
         """One float a completion, in order.
 
         Raises:
-            TPIPSError: the column with the sources is missing, a completion without an image, whatever the reward raises.
+            TPIPSError: the column with the sources is missing, a column with more or fewer entries than there are completions, a
+                completion without an image, whatever the reward raises.
         """
         if self.source_column not in columns:
             raise TPIPSError(
                 f"The data set has no column {self.source_column!r} with the source images; it has "
                 f"{', '.join(sorted(columns)) or 'none'}. Name it with source_column=."
             )
+        own: dict[str, Any] = {name: columns[name] for name in ("preserve", "target") if name in columns}
+        for name, column in {"prompts": prompts, self.source_column: columns[self.source_column], **own}.items():
+            if len(column) != len(completions):
+                raise TPIPSError(f"{name} has {len(column)} entries for {len(completions)} completions; give one each.")
         sources = [s[0] if isinstance(s, (list, tuple)) and s else s for s in columns[self.source_column]]
         edits = [self.to_image(completion, source) for completion, source in zip(completions, sources, strict=True)]
-        own: dict[str, Any] = {name: columns[name] for name in ("preserve", "target") if name in columns}
         metadata = [{name: column[index] for name, column in own.items()} for index in range(len(edits))]
         output = self.scorer(edits, sources, [text_of(prompt) for prompt in prompts], metadata)
         if "log_metric" in columns:
