@@ -7,10 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
@@ -93,6 +96,11 @@ def test_the_answer_is_that_of_the_reward_here(address):
     for name, values in expected.terms.items():
         torch.testing.assert_close(found.terms[name], values, equal_nan=True)
     assert found.per_aspect == expected.per_aspect
+    several = "tpips:preserve=0.7,tpips:target=0.3"
+    expected, found = trouble_rewards().of(several)(EDITS, SOURCE, KEEP, CHANGE), RemoteReward(address, several)(EDITS, SOURCE, KEEP, CHANGE)
+    assert list(found.parts) == list(expected.parts) == ["tpips:preserve", "tpips:target"]
+    for name, values in expected.parts.items():
+        torch.testing.assert_close(found.parts[name], values)
 
 
 def test_images_of_any_kind(address):
@@ -185,8 +193,81 @@ def test_patience_ends_in_an_error_and_not_in_zeros():
 
 
 def test_a_server_that_is_not_there():
-    with pytest.raises(RemoteRewardError, match="no answer for 0.5 s"):
+    with pytest.raises(RemoteRewardError, match=r"no answer for 0\.[5-9] s"):
         ask("remote:http://127.0.0.1:9", patience=0.5)
+
+
+class Clock:
+    """Time that passes only where somebody sleeps; `attempts` has the moments of a remote reward's attempts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Any) -> None:
+        """Outcomes: a status, (status, headers), or None for no connection; the last for ever."""
+        self.now, self.attempts, self.outcomes = 0.0, [], outcomes
+        self.each = 0.0  # seconds of an attempt
+        monkeypatch.setattr("tpips_reward.serving.client.time", self)
+        monkeypatch.setattr("tpips_reward.serving.client.random", SimpleNamespace(uniform=lambda low, high: low))
+        monkeypatch.setattr(httpx.Client, "request", self.request)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def request(self, method: str, path: str, **_: Any) -> httpx.Response:
+        self.attempts.append(self.now)
+        self.now += self.each
+        outcome = self.outcomes[min(len(self.attempts), len(self.outcomes)) - 1]
+        if outcome is None:
+            raise httpx.ConnectError("refused")
+        status, headers = outcome if isinstance(outcome, tuple) else (outcome, {})
+        return httpx.Response(status, headers=headers, json=HEALTH)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempts"),
+    [
+        (None, [0, 0.25, 0.75, 1.75, 3.75, 7.75, 15.75, 30.75, 45.75, 60]),
+        (503, [0, 0.25, 0.75, 1.75, 3.75, 7.75, 15.75, 30.75, 45.75, 60]),
+        ((429, {"Retry-After": "25"}), [0, 25, 50, 60]),
+        ((503, {"Retry-After": "3600"}), [0, 60]),
+    ],
+)
+def test_the_last_attempt_is_made_when_patience_ends(monkeypatch, outcome, attempts):
+    clock = Clock(monkeypatch, outcome)
+    with pytest.raises(RemoteRewardError, match=r"no answer for 60\.0 s"):
+        RemoteReward("remote:http://x", patience=60.0).info  # noqa: B018
+    assert clock.attempts == attempts
+
+
+def test_the_error_says_how_long_it_really_was(monkeypatch):
+    clock = Clock(monkeypatch, None)
+    clock.each = 8.0
+    with pytest.raises(RemoteRewardError, match=r"no answer for 16\.2 s"):
+        RemoteReward("remote:http://x", patience=10.0).info  # noqa: B018
+
+
+def test_pauses_start_short_again_when_the_server_answers_something_else(monkeypatch):
+    """It is coming up: who has waited long for a connection asks often again."""
+    clock = Clock(monkeypatch, *[None] * 6, 503, 503, (503, {"Retry-After": "2"}), 503, 200)
+    assert RemoteReward("remote:http://x", patience=60.0).info == HEALTH
+    assert clock.attempts == [0, 0.25, 0.75, 1.75, 3.75, 7.75, 15.75, 16.0, 16.5, 18.5, 20.5]
+
+
+def test_nobody_waits_for_anothers_first_contact():
+    """Neither the client of another server, nor a thread that shares a reward: their patience passes at one time."""
+    inside, begin = threading.Barrier(4, timeout=10), time.monotonic()
+
+    class Meeting(RemoteReward):
+        def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+            inside.wait()  # all four are there at one time, or nobody gets on
+            return HEALTH
+
+    shared = Meeting("remote:http://x")
+    rewards = [shared, shared, Meeting("remote:http://x"), Meeting("remote:http://y")]
+    with ThreadPoolExecutor(4) as pool:
+        assert [info.result() for info in [pool.submit(lambda r=r: r.info) for r in rewards]] == [HEALTH] * 4
+    assert shared.info == HEALTH and time.monotonic() - begin < 10  # asked no more
 
 
 @pytest.mark.parametrize(
@@ -208,6 +289,7 @@ def test_a_server_that_is_not_there():
         {"results": [{"score": 10**400}]},
         {"results": [{"score": 0.5, "terms": [1]}]},
         {"results": [{"score": 0.5, "terms": {"gate": "open"}}]},
+        {"results": [{"score": 0.5, "parts": {"tpips:edit": "all"}}]},
         {"results": [{"score": 0.5, "per_aspect": [1]}]},
         b"[" * 100_000,
     ],
@@ -220,6 +302,14 @@ def test_answers_that_are_none(body):
 def test_an_error_of_one_item_names_it(address):
     with pytest.raises(RemoteRewardError, match="sample 1: The reward failed on this item"):
         RemoteReward(address)(EDITS, SOURCE, [["lighting"], ["explode"], ["lighting"]])
+
+
+def test_an_error_of_all_items_names_the_sample_too(address):
+    """The status is then that of the first error."""
+    with pytest.raises(RemoteRewardError, match="cannot score sample 0: The sample has 33 aspects; at most 32"):
+        RemoteReward(address)(EDITS, SOURCE, [[f"aspect {n}" for n in range(33)]])
+    with scripted((500, good(0.5), {})) as (other, _), pytest.raises(RemoteRewardError, match="refuses: 500"):
+        ask(other)  # a score in an error is none
 
 
 @pytest.mark.parametrize("limits", [{}, {"items": "8", "body_bytes": 10}, {"items": None, "body_bytes": 10}, {"items": 0, "body_bytes": 1}])

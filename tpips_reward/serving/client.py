@@ -14,7 +14,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,7 +52,7 @@ class RemoteReward:
         reward: a spec such as "tpips:edit"; None is what the server was started with.
         token: what the server asks for; default: the environment's TPIPS_REWARD_TOKEN.
         timeout: seconds for one answer; to connect it has five at most.
-        patience: seconds for which a call is tried again before it raises.
+        patience: seconds for which a request is tried again before the call raises; the last attempt begins when they end.
         value_range: lowest and highest value of float images.
 
     Raises:
@@ -85,6 +84,7 @@ class RemoteReward:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         if token and not (token.isascii() and token.isprintable()):
             raise TPIPSError(f"The token has letters that no header can hold; check token= or ${TOKEN_VARIABLE}.")
+        self._info: dict[str, Any] | None = None
         self._client = httpx.Client(
             base_url=self.address,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -96,13 +96,19 @@ class RemoteReward:
         """Closes the connections."""
         self._client.close()
 
-    @cached_property
+    @property
     def info(self) -> dict[str, Any]:
-        """What the server says about itself: reward, metric, limits ... Asked once.
+        """What the server says about itself: reward, metric, limits ... Asked once; threads that come before the answer
+        ask for themselves, for behind a lock the patience of each would wait for that of the one before.
 
         Raises:
             RemoteRewardError: it cannot be reached, or is no server of this reward.
         """
+        if self._info is None:
+            self._info = self._ask_info()
+        return self._info
+
+    def _ask_info(self) -> dict[str, Any]:
         answer = self._ask("GET", "/health")
         if answer.get("token") == "required":
             raise RemoteRewardError(f"{self.address} refuses: 401 it wants a token; give it in token= or ${TOKEN_VARIABLE}.")
@@ -183,42 +189,53 @@ class RemoteReward:
             raise RemoteRewardError(f"{self.address} cannot score {name}: {message}")
         if not _is_number(result.get("score")):
             raise RemoteRewardError(f"{self.address} gave {str(result.get('score'))[:200]!r} for {name}; no score is made of it.")
-        terms, aspects = result.get("terms", {}), result.get("per_aspect", {})
-        if not (isinstance(terms, dict) and all(terms.get(term) is None or _is_number(terms[term]) for term in TERMS)):
-            raise RemoteRewardError(f"{self.address} gave the terms {str(terms)[:200]} for {name}, which are no numbers.")
+        aspects = result.get("per_aspect", {})
+        for kind in ("terms", "parts"):
+            values = result.get(kind, {})
+            if not (isinstance(values, dict) and all(value is None or _is_number(value) for value in values.values())):
+                raise RemoteRewardError(f"{self.address} gave the {kind} {str(values)[:200]} for {name}, which are no numbers.")
         if not (isinstance(aspects, dict) and all(isinstance(values, dict) for values in aspects.values())):
             raise RemoteRewardError(f"{self.address} gave {str(aspects)[:200]} for the aspects of {name}.")
 
     def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        """The JSON of an answer; tried again while the failure may pass."""
-        end = time.monotonic() + self.patience
+        """The JSON of an answer; tried again while the failure may pass, for the last time when patience ends.
+
+        Pauses grow while the same happens again; a server that says when to come again is taken at its word.
+        """
+        begin = time.monotonic()
         pause = _FIRST_PAUSE
+        status: int | None = None
         while True:
+            before, status, asked = status, None, 0.0
             try:
                 response = self._client.request(method, path, **content)
             except (httpx.TransportError, httpx.TimeoutException) as error:
-                wait, reason = pause, f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise RemoteRewardError(f"{self.address} cannot be asked: {error}.") from error
             else:
-                if response.status_code == 200:
-                    answer = self._json(response)
+                status, asked = response.status_code, _retry_after(response)
+                answer = self._json(response) if status == 200 else _failed_items(response)
+                if answer is not None:
                     waiting = _waiting_item(answer)
                     if waiting is None:
                         return answer
                     reason = waiting
                 else:
                     reason = _reason(response)
-                    if response.status_code not in _MAY_PASS:
+                    if status not in _MAY_PASS:
                         raise RemoteRewardError(f"{self.address}{path} refuses: {reason}")
-                wait = max(pause, _retry_after(response))
-            wait *= random.uniform(1.0, 1.5)  # not all clients at one time
-            if time.monotonic() + wait > end:
+            passed = time.monotonic() - begin
+            if passed >= self.patience:
                 raise RemoteRewardError(
-                    f"{self.address}{path} gave no answer for {self.patience:g} s ({reason}); start the server, or raise "
+                    f"{self.address}{path} gave no answer for {passed:.1f} s ({reason}); start the server, or raise "
                     "patience. No score is made of it."
                 )
-            time.sleep(wait)
+            if status is not None and status != before:
+                pause = _FIRST_PAUSE
+            # not all clients at one time
+            wait = asked + random.uniform(0.0, _FIRST_PAUSE) if asked else pause * random.uniform(1.0, 1.5)
+            time.sleep(min(wait, self.patience - passed))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _json(self, response: Any) -> dict[str, Any]:
@@ -331,13 +348,25 @@ def _waiting_item(answer: dict[str, Any]) -> str | None:
     return f"{error['status']} {error.get('message')}"
 
 
+def _failed_items(response: Any) -> dict[str, Any] | None:
+    """The answer of a request whose items have all failed, which says what each has; None for all other errors."""
+    try:
+        answer = response.json()
+        failed = bool(answer["results"]) and all(result["error"] for result in answer["results"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return answer if failed else None
+
+
 def _output(results: list[dict[str, Any]]) -> RewardOutput:
-    terms = {}
-    for name in TERMS:
-        values = [result.get("terms", {}).get(name) for result in results]
-        terms[name] = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    def column(kind: str, name: str) -> Tensor:
+        values = [result.get(kind, {}).get(name) for result in results]
+        return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+
     scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
-    return RewardOutput(scores, [result.get("per_aspect", {}) for result in results], terms)
+    terms = {name: column("terms", name) for name in TERMS}
+    parts = {name: column("parts", name) for name in results[0].get("parts", {})}
+    return RewardOutput(scores, [result.get("per_aspect", {}) for result in results], terms, parts)
 
 
 def _reason(response: Any) -> str:
@@ -349,7 +378,8 @@ def _reason(response: Any) -> str:
 
 
 def _retry_after(response: Any) -> float:
+    """Seconds after which the server wants to be asked again; 0 where it does not say."""
     try:
-        return max(0.0, min(60.0, float(response.headers.get("retry-after", "0"))))
+        return max(0.0, float(response.headers.get("retry-after", "0")))
     except ValueError:  # a date
         return 1.0

@@ -34,16 +34,19 @@ class Item:
 
 @dataclass(frozen=True)
 class Scored:
-    """The reward of one item; `terms` hold NaN where something was not measured."""
+    """The reward of one item, as `RewardOutput`; `terms` hold NaN where something was not measured."""
 
     score: float
     per_aspect: dict[str, dict[str, float]]
     terms: dict[str, float]
+    parts: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
         """JSON has no NaN: null."""
-        terms = {name: value if math.isfinite(value) else None for name, value in self.terms.items()}
-        return {"score": self.score, "per_aspect": self.per_aspect, "terms": terms, "error": None}
+        terms, parts = (
+            {name: value if math.isfinite(value) else None for name, value in values.items()} for values in (self.terms, self.parts)
+        )
+        return {"score": self.score, "per_aspect": self.per_aspect, "terms": terms, "parts": parts, "error": None}
 
 
 Answer = Scored | RequestError
@@ -86,12 +89,14 @@ class Wanted:
 def split_output(output: RewardOutput) -> list[Answer]:
     """A reward's output -> one answer an item. A score that is not finite is an error, never an answer."""
     scores = output.scores.tolist()
-    terms = {name: values.tolist() for name, values in output.terms.items()}
+    terms, parts = (
+        {name: values.tolist() for name, values in named.items()} for named in (output.terms, output.parts)
+    )
     answers: list[Answer] = []
     for index, score in enumerate(scores):
         if not math.isfinite(score):
             answers.append(RequestError(500, "not_finite", f"The reward gave {score}; no score is made of it."))
             continue
-        mine = {name: values[index] for name, values in terms.items()}
-        answers.append(Scored(score, output.per_aspect[index], mine))
+        mine, added = ({name: values[index] for name, values in named.items()} for named in (terms, parts))
+        answers.append(Scored(score, output.per_aspect[index], mine, added))
     return answers
