@@ -204,7 +204,11 @@ BAD_IMAGES = [
     ("this is not base64", 400, "bad_base64"),
     ("http://example.org/cat.png", 422, "bad_request"),
     ("file:///etc/passwd", 422, "bad_request"),
-    ("/etc/passwd", 400, "bad_base64"),
+    ("/etc/passwd", 422, "bad_request"),
+    ("/etc/abc", 422, "bad_request"),  # which base64 could be
+    ("photo.jpg", 422, "bad_request"),
+    ("C:\\x\\a", 422, "bad_request"),
+    (base64.b64encode(b"\xff\xd8\xff and no more").decode(), 415, "not_an_image"),  # /9j/, as JPEGs begin
     ("data:image/png,plain", 422, "bad_request"),
     (base64.b64encode(with_exif(picture(1), BROKEN_EXIF)).decode(), 415, "not_an_image"),
     (b64(picture(1).resize((2100, 10))), 422, "bad_request"),  # too long for the metric
@@ -304,6 +308,25 @@ def test_multipart_that_is_too_much():
         assert_error(client.post("/score", data={"request": "{}"}, files=files), 413, "too_large", "more than 3 images")
         long = {"request": " " * (2**22 + 1)}
         assert_error(client.post("/score", data=long, files=files[:1]), 413, "too_large", "`request`")
+
+
+def test_what_the_client_sent_is_not_repeated_without_an_end(client):
+    """Names of fields, rewards, parts, paths ...: what is said of them is short, and ends with the remedy."""
+    long = "x" * 50_000
+    bodies = [request_of(1, **{long: 1}), {"reward": f"tpips:{long}", **request_of(1)}, request_of(1, preserve=[long, long]),
+              request_of(1, preserve=[long], target=[long])]  # fmt: skip
+    answers = [client.post("/score", json=body) for body in bodies]
+    answers += [client.post("/compute", json=compute_body(1, kwargs={"preserve": [[long, 1]]}))]
+    answers += [client.post("/score", data={"request": "{}"}, files=[(long, ("0.png", b"", "image/png"))])]
+    answers += [client.post("/score", content=b"{}", headers={"Content-Type": long}), client.get(f"/{long}")]
+    for answer in answers:
+        assert 400 <= answer.status_code < 500 and len(answer.json()["error"]["message"]) <= 400 and len(answer.text) < 2000
+    assert answers[1].json()["error"]["message"].endswith("tpips:edit.") and "POST /score" in answers[-1].text
+
+
+def test_bad_aspects_name_their_sample_where_one_fails_all(client):
+    kwargs = {"preserve": [["background"], [f"aspect {n}" for n in range(33)]]}
+    assert_error(client.post("/compute", json=compute_body(kwargs=kwargs)), 422, "bad_request", "Image 1: The sample has 33 aspects")
 
 
 def test_methods_and_slashes(client):

@@ -19,6 +19,8 @@ from tpips_reward.serving import connections
 from tpips_reward.serving.connections import NEW_SECONDS, SILENT_SECONDS
 from tpips_reward.serving.limits import Limits
 
+#: A request of some length with an answer of some length, so that a few fill what the machine keeps for a client.
+LONG = b"GET /metrics HTTP/1.1\r\nHost: x\r\nCookie: " + b"x" * 12_000 + b"\r\n\r\n"
 HEAD = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -104,6 +106,15 @@ def test_what_is_no_request_gets_json_too(address, sent, status, kind):
         found, _, error = error_of(everything(stranger))
     assert (found, error["type"]) == (status, kind) and error["message"]
     assert_unharmed(address)
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_garbage_is_not_sent_back(address, begin):
+    """20 KB of it would come five times enlarged."""
+    with line(address) as stranger:
+        stranger.sendall(begin + b"\xff\xfe" * 10_000 + b"\r\n\r\n")
+        answer = everything(stranger)
+    assert error_of(answer)[0] == 400 and len(answer) < 500
 
 
 def test_garbage_after_a_request(address):
@@ -286,8 +297,6 @@ def test_a_client_waits_for_a_place():
 
 
 def test_a_client_that_does_not_read_its_answers():
-    """Each answer names the path, so that they soon fill what the machine keeps for the client."""
-    request = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 12_000)
     with running([LocalWorker()], limits=Limits(body_seconds=0.5)) as address, socket.socket() as deaf:
         parts = urlsplit(address)
         deaf.settimeout(20)
@@ -295,7 +304,7 @@ def test_a_client_that_does_not_read_its_answers():
         deaf.connect((parts.hostname, parts.port))
         with pytest.raises(ConnectionError):
             for _ in range(5000):
-                deaf.sendall(request)
+                deaf.sendall(LONG)
         assert_unharmed(address)
 
 
@@ -315,7 +324,7 @@ def connect_deaf(server, deaf: socket.socket) -> None:
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     deaf.connect((parts.hostname, parts.port))
     for _ in range(5000):
-        deaf.sendall(b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 12_000))
+        deaf.sendall(LONG)
         time.sleep(0.002)
         if any(c.transport.get_write_buffer_size() for c in list(server.server_state.connections)):
             return
@@ -329,7 +338,8 @@ def test_an_answer_that_goes_out_keeps_its_connection():
         assert httpx.get(f"{address_of(server)}/health").status_code == 503
         slow.shutdown(socket.SHUT_WR)
         slow.settimeout(10)
-        assert everything(slow).endswith(b"}}")
+        head, _, body = everything(slow).rpartition(b"\r\n\r\n")
+        assert b"content-length: %d\r\n" % len(body) in head.rpartition(b"HTTP/1.1 200 ")[2]
 
 
 def test_half_sent_bodies_do_not_take_the_places_of_others():

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tpips_reward.serving.errors import RequestError, unavailable
+from tpips_reward.serving.errors import RequestError, excerpt, unavailable
 from tpips_reward.serving.limits import Limits
 
 KEEP_ALIVE_SECONDS = 30
@@ -109,7 +109,8 @@ class Connection(H11Protocol):
         error = sys.exception()
         status = getattr(error, "error_status_hint", 400)
         kind = {431: "too_large"}.get(status, "bad_http")
-        self._refuse(RequestError(status, kind, f"The request is no HTTP that this server reads: {error or msg}."))
+        reason = excerpt(str(error or msg), 60)  # h11 repeats all the bytes that it cannot read
+        self._refuse(RequestError(status, kind, f"The request is no HTTP that this server reads: {reason}."))
 
     def _watch(self) -> None:
         """Starts or stops the clock: it runs while a head is incomplete, and while an unwanted body comes in."""

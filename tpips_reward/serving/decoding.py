@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 #: Few formats, so that few decoders meet strangers' bytes.
 FORMATS = ("PNG", "JPEG", "WEBP")
+#: A drive, or a root, with which no base64 of an image begins but a JPEG's; and how files of images end. For short texts.
+_PATH = re.compile(r"[a-z]:[\\/]|/(?!9j/)|.*\.(png|jpe?g|webp|gif|bmp|tiff?|heic|avif)\s*$", re.IGNORECASE | re.DOTALL)
+_LONGEST_PATH = 4096
 
 
 def from_base64(text: object, label: str) -> bytes:
@@ -33,6 +37,8 @@ def from_base64(text: object, label: str) -> bytes:
             raise bad_field(f"{label} is a data: address without ';base64,'; send base64.")
     elif "://" in text[:32]:
         raise bad_field(f"{label} is an address; this server opens none: send the image itself as base64.")
+    elif len(text) <= _LONGEST_PATH and _PATH.match(text):
+        raise bad_field(f"{label} looks like a path; this server opens none: send the image itself as base64.")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

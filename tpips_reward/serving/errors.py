@@ -9,6 +9,8 @@ from typing import Any
 from tpips_reward.errors import TPIPSError
 
 _log = logging.getLogger("tpips_reward.serving")
+#: Of a message: it may repeat what the client sent, which may be megabytes.
+MAX_LETTERS = 400
 
 
 class RequestError(TPIPSError):
@@ -21,7 +23,7 @@ class RequestError(TPIPSError):
     """
 
     def __init__(self, status: int, kind: str, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
+        super().__init__(excerpt(message, MAX_LETTERS))
         self.status = status
         self.kind = kind
         self.retry_after = retry_after
@@ -42,6 +44,14 @@ class RequestError(TPIPSError):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+def excerpt(text: str, most: int) -> str:
+    """A text of at most so many letters: its begin and, where a remedy stands, its end."""
+    if len(text) <= most:
+        return text
+    end = (most - 5) // 2
+    return f"{text[: most - 5 - end]} ... {text[len(text) - end :]}"
 
 
 def bad_json(message: str) -> RequestError:

@@ -6,6 +6,7 @@ Both send an instruction and not aspects; those come from the sample's metadata 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -158,8 +159,10 @@ def _item(images: _Images, reward: str, prompt: str, edit: Any, source: Any, met
     try:
         aspects = aspects_of(prompt, metadata)
     except TPIPSError as error:
-        return WantedItem(reward, *places, (), (), None, bad_field(str(error)))
-    return checked_item(reward, *places, aspects.preserve, aspects.target)
+        return WantedItem(reward, *places, (), (), None, bad_field(f"Image {index}: {error}"))
+    item = checked_item(reward, *places, aspects.preserve, aspects.target)
+    # one bad sample may be all that the answer speaks of
+    return item if item.error is None else replace(item, error=bad_field(f"Image {index}: {item.error}"))
 
 
 def _row(extra: dict[str, Any], index: int, count: int) -> Any:

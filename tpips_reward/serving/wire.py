@@ -136,7 +136,7 @@ def checked_item(
 
 def _check_sizes(aspects: list[str]) -> None:
     if len(aspects) > MAX_ASPECTS:
-        raise bad_field(f"The item has {len(aspects)} aspects; at most {MAX_ASPECTS} are scored.")
+        raise bad_field(f"The sample has {len(aspects)} aspects; at most {MAX_ASPECTS} are scored.")
     for aspect in aspects:
         if len(aspect) > MAX_ASPECT_LETTERS:
             raise bad_field(
