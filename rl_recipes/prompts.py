@@ -179,8 +179,9 @@ class JSONLPrompts:
         if not self.rows:
             reasons = "; ".join(f"line {n}: {why}" for n, why in self.bad[:3]) or "it is empty"
             raise PromptError(f"The data file {path} has no usable row ({reasons}).")
+        self._total = len(self.bad) + len(self.rows)
         if self.bad:
-            log.warning("%s: %d of %d rows skipped", self.path.name, len(self.bad), len(self.bad) + len(self.rows))
+            log.warning("%s: %d of %d rows skipped", self.path.name, len(self.bad), self._total)
         self.fingerprint = _fingerprint(content, self.rows)
         self._broken: set[int] = set()
 
@@ -207,6 +208,8 @@ class JSONLPrompts:
             except PromptError as error:
                 self._broken.add(row.line)
                 self._reject(row.line, str(error), each_process)
+                if len(self.bad) <= _MAX_NAMED:
+                    each_process.warning("%s: now %d of %d rows skipped", self.path.name, len(self.bad), self._total)
                 continue
             image = loaded[0] if len(loaded) == 1 else loaded
             return Prompt(image, row.instruction, row.preserve, row.target, key=f"line-{row.line}")

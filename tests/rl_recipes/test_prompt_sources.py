@@ -174,6 +174,7 @@ def test_a_process_that_is_not_the_main_one_names_what_it_alone_has_met(folder: 
     source = JSONLPrompts(_write(folder, [_row(image="none.png"), _row(image="broken.png"), _row(image="c.png")]))
     assert "none.png" not in caplog.text, "all processes read the same rows"
     assert source[0].key == "line-3" and "edits.jsonl, line 2 skipped" in caplog.text
+    assert "edits.jsonl: now 2 of 3 rows skipped" in caplog.text
 
 
 def test_images_of_other_kinds(folder: Path) -> None:

@@ -17,7 +17,7 @@ from fake_metrics import RegionMetric
 from PIL import Image
 
 import tpips_reward.cli
-from tpips_reward.aspects import ModelProposer, ProposalError, Request, RuleProposer, parse_proposer, propose
+from tpips_reward.aspects import ModelProposer, ProposalError, Request, RuleProposer, parse_proposer, propose, write_entries
 from tpips_reward.aspects.proposers import parse_answer
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest
@@ -214,8 +214,41 @@ def test_proposals_are_kept_edited_and_asked_for_once(bare, tmp_path):
     # another proposer replaces what the first proposed, and never what a person wrote
     found = propose_aspects(read_manifest(bare), path)
     assert found.origins == {"instruction": 5, "edited": 1} and found.dataset.rows[1].target == ("wheel color",)
+    assert found.entries["000"].proposer == "rules" and read_lines(path)[0]["proposer"] == "scripted", "not written yet"
+    write_entries(path, found.entries)
     again = propose_aspects(read_manifest(bare), path)
     assert again.dataset.rows == found.dataset.rows and again.origins == found.origins
+
+
+def test_what_the_rules_did_not_understand_is_a_guess(bare, tmp_path):
+    lines = read_lines(bare)
+    lines[1]["instruction"], lines[2]["instruction"], lines[3]["instruction"] = "asdf qwerty zxcv", "", "把汽车变成红色"
+    for line in lines:
+        line["category"] = "paint"
+    lines[4] |= {"instruction": "asdf", "category": "color_alter"}
+    write_lines(bare, lines)
+
+    def guesses() -> list[str]:
+        report = evaluate(read_manifest(bare), RegionMetric(), tmp_path / "r", settings=Settings(resamples=200), overwrite=True)
+        problems = report["problems"]["list"]
+        assert report["counts"]["rows_scored"] == 6 and {problem["kind"] for problem in problems} <= {"guessed_aspects"}
+        assert not any(problem["left_out"] for problem in problems)
+        assert all("a guess (to change: main subject appearance; to keep: " in problem["detail"] for problem in problems)
+        return [problem["key"] for problem in problems]
+
+    path = tmp_path / "r/aspects.jsonl"
+    assert guesses() == ["001", "002", "003"]
+    assert "| 3 | a row that the rules did not understand" in (tmp_path / "r/report.md").read_text()
+    assert [entry["by"] for entry in read_lines(path)] == ["instruction", *["nothing"] * 3, "category", "instruction"]
+    assert guesses() == ["001", "002", "003"], "as long as nobody has edited them"
+    entries = read_lines(path)
+    entries[1]["target"] = ["car color"]
+    del entries[2]["mark"], entries[3]["by"]  # accepted as they are; of an older version
+    write_lines(path, entries)
+    assert guesses() == ["003"]
+    assert read_lines(path)[3]["by"] == "nothing"
+    with pytest.raises(TPIPSError, match="did not understand the instruction '把汽车变成红色' of '003'.*correct them in aspects.jsonl"):
+        evaluate(read_manifest(bare), RegionMetric(), tmp_path / "strict", settings=Settings(strict=True), aspects_file=path)
 
 
 def test_an_interruption_keeps_what_was_proposed(bare, tmp_path):

@@ -141,9 +141,12 @@ def test_entries_go_to_the_file_and_back(tmp_path):
     path = tmp_path / "aspects.jsonl"
     entries = {"1": Entry("make it ünï", "color", ("car color",), ("background",))}
     entries["2"] = Entry("", "", ("weather",), ())
+    entries["3"] = Entry("x", "", ("weather",), (), "rules", "00000000", "nothing")
     assert read_entries(path) == {}
     write_entries(path, entries)
     assert read_entries(path) == entries and "ünï" in path.read_text(encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace('"nothing"', '"magic"'), encoding="utf-8")
+    assert read_entries(path)["3"].by == ""
 
 
 @pytest.mark.parametrize(
@@ -166,4 +169,15 @@ def test_mistakes_in_the_file_are_named_by_line(tmp_path, change, message):
         read_entries(path)
     path.write_text("{nothing\n")
     with pytest.raises(TPIPSError, match="line 1: no JSON"):
+        read_entries(path)
+
+
+def test_all_mistakes_in_the_file_are_named(tmp_path):
+    path = tmp_path / "aspects.jsonl"
+    good = {"key": "1", "instruction": "x", "target": ["car color"], "preserve": ["background"]}
+    path.write_text("{nothing\n" + json.dumps(good) + "\n[]\n" + json.dumps({**good, "key": "2", "target": ["a, b"]}) + "\n")
+    with pytest.raises(TPIPSError, match=r"aspects.jsonl, line 1: no JSON.* line 3: an entry is .* line 4: The aspect 'a, b'"):
+        read_entries(path)
+    path.write_text("[]\n" * 23)
+    with pytest.raises(TPIPSError, match="line 20: an entry is an object, {...}. and 3 more"):
         read_entries(path)

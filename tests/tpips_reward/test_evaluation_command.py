@@ -37,8 +37,11 @@ def test_the_command(command, manifest, tmp_path):
 
 
 def test_the_command_with_a_calibration(command, manifest, tmp_path, monkeypatch):
-    status, _, err = command(manifest, "--output", tmp_path / "r", "--resamples", 300, "--calibrated")
-    assert status == 2 and "has no calibration" in err and not (tmp_path / "r/report.json").exists()
+    bare = [{k: v for k, v in line.items() if k != "target"} for line in read_lines(manifest)]
+    proposing = (write_lines(manifest.with_name("bare.jsonl"), bare), "--output", tmp_path / "r", "--resamples", 300)
+    status, _, err = command(*proposing, "--calibrated")
+    assert status == 2 and "has no calibration" in err and not list((tmp_path / "r").iterdir())
+    assert command(*proposing)[0] == 0, "the corrected command is not refused"
     metric = RegionMetric()
     metric.calibration = Calibration(MonotoneMap((0.0, 1.0), (0.5, 1.0)), probe=tuple(probe_answers(metric)))
     monkeypatch.setattr(tpips_reward.cli, "_load", lambda options: metric)

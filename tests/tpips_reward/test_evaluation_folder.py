@@ -19,7 +19,7 @@ from tpips_reward.evaluation.folder import REPORT_NAMES
 def test_a_folder_that_exists_is_refused(manifest, tmp_path):
     folder = tmp_path / "report"
     run(manifest, folder)
-    with pytest.raises(TPIPSError, match="holds a report; give --overwrite"):
+    with pytest.raises(TPIPSError, match=r"holds a report; give --overwrite \(in Python overwrite=True\)"):
         run(manifest, folder)
     (folder / "notes.txt").write_text("mine")
     again = run(manifest, folder, resume=True)
@@ -208,6 +208,32 @@ def test_no_image_is_replaced_by_a_report(manifest, tmp_path, link):
         place.unlink()
         link(manifest.parent / lines[0]["source"], place)
         refused(lambda _: run(manifest, folder, overwrite=True), None, place)
+
+
+@pytest.mark.parametrize("fails", ["metric", "strict"])
+def test_a_run_that_fails_before_it_scores_is_in_nobodys_way(tmp_path, fails):
+    manifest = without_aspects(write_edits(tmp_path / "data", 4))
+    folder = tmp_path / "report"
+
+    def load():
+        raise TPIPSError("no calibration")
+
+    if fails == "metric":
+        with pytest.raises(TPIPSError, match="no calibration"):
+            evaluate(read_manifest(manifest), load, folder)
+    else:
+        (manifest.parent / "good/000.png").unlink()
+        with pytest.raises(TPIPSError, match="problems with the input"):
+            run(manifest, folder, settings=Settings(strict=True))
+    assert not list(folder.iterdir())
+    run(manifest, folder)
+    mine = (folder / "aspects.jsonl").read_bytes()
+    (tmp_path / "new").mkdir()
+    (folder / "aspects.jsonl").rename(tmp_path / "new/aspects.jsonl")
+    with pytest.raises(TPIPSError, match="no calibration"):
+        evaluate(read_manifest(manifest), load, tmp_path / "new", overwrite=True)
+    assert (tmp_path / "new/aspects.jsonl").read_bytes() == mine
+    assert run(manifest, tmp_path / "new")["counts"]["rows_scored"] == 4, "aspects alone are no evaluation"
 
 
 def test_an_evaluation_that_did_not_finish_says_so(manifest, tmp_path):

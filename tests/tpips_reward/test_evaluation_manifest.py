@@ -203,6 +203,41 @@ def test_lines_that_are_no_json(manifest):
     assert [problem.detail.split()[1] for problem in dataset.problems] == ["2", "3", "4"]
 
 
+def test_a_bad_row_is_listed_with_its_key(manifest):
+    change(manifest, 1, instruction=7)
+    change(manifest, 2, key="../x")
+    assert [(problem.kind, problem.key) for problem in read_manifest(manifest).problems] == [("bad_row", "001"), ("bad_row", "")]
+    lines = read_lines(manifest)
+    del lines[1]["key"]
+    write_lines(manifest, lines)
+    assert read_manifest(manifest).problems[0].key == "2", "a row's number is its key"
+
+
+def test_an_empty_output_is_a_missing_one(manifest):
+    lines = read_lines(manifest)
+    change(manifest, 1, outputs={**lines[1]["outputs"], "good": " "})
+    dataset = read_manifest(manifest)
+    assert [(p.kind, p.key, p.model) for p in dataset.problems] == [("missing_output", "001", "good")]
+    assert list(dataset.rows[1].outputs) == ["drifting", "destroying"]
+
+
+@pytest.mark.parametrize(
+    ("heading", "message"),
+    [
+        ("key\tsource\toutput:m", r"no column for the source image. Its columns are 'key\\tsource\\toutput:m'; expected source,"),
+        ("key;source;output:m", "no column for the source image. Its columns are 'key;source;output:m'; .*parted by commas"),
+        ("key,source,m", "names no outputs.* Its columns are 'key', 'source', 'm'; expected source, output:NAME for each model"),
+    ],
+)
+def test_columns_that_are_none_of_a_manifest(tmp_path, heading, message):
+    save(Scene(), tmp_path / "a.png")
+    table = tmp_path / "edits.csv"
+    between = next(mark for mark in "\t;," if mark in heading)
+    table.write_text(heading + "\n" + between.join(["1", "a.png", "a.png"]) + "\n")
+    with pytest.raises(TPIPSError, match=message):
+        read_manifest(table)
+
+
 def test_unknown_fields_are_named_once(manifest):
     for index in (0, 1):
         change(manifest, index, preserv=["background"])

@@ -15,6 +15,9 @@ from tpips_reward.aspects.taxonomy import KINDS, SUBJECT, Kind, kind_of_category
 from tpips_reward.aspects.validation import MAX_ASPECTS, MAX_WORDS, check_phrase, check_proposed
 from tpips_reward.errors import TPIPSError
 
+#: What the rules can go by.
+BASES = ("instruction", "category", "nothing")
+
 
 @dataclass(frozen=True)
 class Proposal:

@@ -1,7 +1,7 @@
 """The file of proposed aspects: one JSON line an edit, to be read and corrected by people.
 
     {"key": "0001", "instruction": "make the car red", "kind": "color", "target": ["car color"], "preserve": [...],
-     "proposer": "rules", "mark": "1f0c2a9b"}
+     "proposer": "rules", "by": "instruction", "mark": "1f0c2a9b"}
 
 (on one line). Corrections stay: the mark is a digest of the aspects as they were proposed, so an entry whose aspects have
 another one was written by a person. An entry is proposed anew only where its instruction or the proposer has changed.
@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpips_reward.aspects.rules import BASES
 from tpips_reward.aspects.validation import check_proposed
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_text
 
-#: Of a line; the aspects, kind, proposer and mark may be left out.
-FIELDS = ("key", "instruction", "kind", "target", "preserve", "proposer", "mark")
+#: Of a line; the aspects, kind, proposer, by and mark may be left out.
+FIELDS = ("key", "instruction", "kind", "target", "preserve", "proposer", "by", "mark")
+#: So many mistakes in the file are listed in an error.
+_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Entry:
         target, preserve: aspects.
         proposer: who proposed them; "" for a person.
         mark: digest of the aspects as they were proposed; "" for a person's.
+        by: what the rules went by (`Proposal.by`); "" for a person's and a model's, and where the file does not say.
     """
 
     instruction: str
@@ -41,6 +45,7 @@ class Entry:
     preserve: tuple[str, ...]
     proposer: str = ""
     mark: str = ""
+    by: str = ""
 
     @property
     def edited(self) -> bool:
@@ -59,7 +64,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
     Raises:
         TPIPSError: the file cannot be read, a line is no entry or has a field that no entry has (it would be lost when the
             file is written), its aspects break the rules, or a key is there twice. People edit this file, so an error
-            names the line.
+            names the line, and all such lines.
     """
     if not path.exists():
         return {}
@@ -68,6 +73,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
     except (OSError, UnicodeDecodeError) as error:
         raise TPIPSError(f"The aspects in {path} cannot be read: {error}.") from None
     entries: dict[str, Entry] = {}
+    mistakes = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -75,9 +81,12 @@ def read_entries(path: Path) -> dict[str, Entry]:
             key, entry = _parse(line)
             if key in entries:
                 raise TPIPSError(f"the key {key!r} is there twice; keep one.")
+            entries[key] = entry
         except TPIPSError as error:
-            raise TPIPSError(f"{path}, line {number}: {error}") from None
-        entries[key] = entry
+            mistakes.append(f"line {number}: {error}")
+    if mistakes:
+        more = f" and {len(mistakes) - _LISTED} more" if len(mistakes) > _LISTED else ""
+        raise TPIPSError(f"{path}, {' '.join(mistakes[:_LISTED])}{more}")
     return entries
 
 
@@ -96,6 +105,7 @@ def write_entries(path: Path, entries: Mapping[str, Entry]) -> None:
                 "target": list(e.target),
                 "preserve": list(e.preserve),
                 **({"proposer": e.proposer} if e.proposer else {}),
+                **({"by": e.by} if e.by else {}),
                 **({"mark": e.mark} if e.mark else {}),
             },
             ensure_ascii=False,
@@ -127,6 +137,6 @@ def _parse(line: str) -> tuple[str, Entry]:
         if not isinstance(lists[name], list):
             raise TPIPSError(f'"{name}" is {lists[name]!r}; give a list of aspects.')
     kept, changed = check_proposed(lists["preserve"], lists["target"])
-    notes = [content.get(name, "") for name in ("kind", "proposer", "mark")]
-    kind, proposer, mark = [note if isinstance(note, str) else "" for note in notes]
-    return content["key"], Entry(content["instruction"], kind, changed, kept, proposer, mark)
+    notes = [content.get(name, "") for name in ("kind", "proposer", "mark", "by")]
+    kind, proposer, mark, by = [note if isinstance(note, str) else "" for note in notes]
+    return content["key"], Entry(content["instruction"], kind, changed, kept, proposer, mark, by if by in BASES else "")

@@ -71,7 +71,8 @@ def keep_files(read: Iterable[Path], written: Iterable[Path], what: str, option:
 
 
 def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
-    """Makes the folder, or checks that one that exists may be used; removes nothing.
+    """Makes the folder, or checks that one that exists may be used; removes nothing. Where proposed aspects are all that
+    lies there, nothing would be lost: every evaluation reads and keeps them.
 
     Args:
         folder: of the report.
@@ -79,16 +80,16 @@ def open_folder(folder: Path, *, overwrite: bool = False, resume: bool = False) 
         resume: go on with what is there.
 
     Raises:
-        TPIPSError: it exists and neither was said, both were said, it is a file, it holds files with the report's names
+        TPIPSError: it holds anything else and neither was said, both were said, it is a file, it holds files with the report's names
             that no evaluation has written, or it cannot be written.
     """
     if overwrite and resume:
-        raise TPIPSError("--overwrite starts anew and --resume goes on; give one of the two.")
+        raise TPIPSError("--overwrite (overwrite=True) starts anew and --resume (resume=True) goes on; give one of the two.")
     if folder.exists() and not folder.is_dir():
         raise TPIPSError(f"{folder} is a file; name a folder for the report.")
     try:
         there = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-        if there and not (overwrite or resume):
+        if set(there) - {ASPECTS_NAME} and not (overwrite or resume):
             raise TPIPSError(_refusal(folder, there))
         foreign = _foreign(folder, there)
         if foreign:
@@ -165,11 +166,12 @@ def _unusable(folder: Path, error: OSError) -> TPIPSError:
 def _refusal(folder: Path, there: list[str]) -> str:
     foreign = _foreign(folder, there)
     if "report.json" in there and "report.json" not in foreign:
-        return f"{folder} holds a report; give --overwrite to replace it, or another --output."
+        return f"{folder} holds a report; give --overwrite (in Python overwrite=True) to replace it, or another --output."
     ours = {CACHE_NAME, ASPECTS_NAME, *REPORT_NAMES, *(path.name for path in _leftovers(folder))}
     whole = CACHE_NAME not in there or _cached(folder / CACHE_NAME)
     if set(there) <= ours and whole and not foreign:
         return (
-            f"{folder} holds an evaluation that did not finish; give --resume to go on, or --overwrite to start anew."
+            f"{folder} holds an evaluation that did not finish; give --resume (in Python resume=True) to go on, or --overwrite "
+            "(overwrite=True) to start anew."
         )
-    return f"{folder} is not empty ({there[0]}); give another --output, or --overwrite to write into it all the same."
+    return f"{folder} is not empty ({there[0]}); give another --output, or --overwrite (in Python overwrite=True) to write into it all the same."

@@ -18,11 +18,12 @@ from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageRef
 from tpips_reward.evaluation.pairing import Pairing, folders_by_model
 from tpips_reward.evaluation.rows import Dataset, Problem, Row, check_key, check_model_name, first_of, shared_files, unique_rows
-from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_rows, jsonl_rows, read_table
+from tpips_reward.evaluation.tables import BINARY_SUFFIXES, csv_heading, csv_rows, jsonl_rows, read_table
 from tpips_reward.rewards.aspects import check_disjoint, sample_aspects
 
 FIELDS = ("key", "source", "image", "instruction", "outputs", "preserve", "target", "category")
 OUTPUT_COLUMN = "output:"
+CSV_COLUMNS = "source, output:NAME for each model, and optionally key, instruction, category, preserve, target"
 SUFFIXES = (".jsonl", ".csv", *BINARY_SUFFIXES)
 
 
@@ -59,7 +60,7 @@ def read_manifest(
         try:
             fields = _fields(entry, number, bool(places))
         except TPIPSError as error:
-            problems.append(Problem("bad_row", f"{place}: {error}"))
+            problems.append(Problem("bad_row", f"{place}: {error}", _key_of(entry, None if places else str(number))))
             continue
         mentioned.setdefault(fields["key"], set()).update(fields["outputs"])
         clash = sorted(set(fields["outputs"]) & set(places))
@@ -73,7 +74,7 @@ def read_manifest(
     rows, doubled = unique_rows(parsed, keys)
     models = (*named, *places)
     if not models and needs_outputs:
-        raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.{first_of(problems)}")
+        raise TPIPSError(f"{manifest} names no outputs; give each row an output a model, or a folder a model.{_columns(manifest)}{first_of(problems)}")
     problems += [
         Problem(
             "unknown_field", f"The field {name!r} means nothing here; there are {', '.join(FIELDS)}.", left_out=False
@@ -108,12 +109,23 @@ def _entries(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:
     if suffix == ".jsonl":
         return jsonl_rows(path)
     if suffix == ".csv":
-        return [(place, _from_csv(row)) for place, row in csv_rows(path)]
+        rows = csv_rows(path)
+        if not {"source", "image"} & set(csv_heading(path)):
+            raise TPIPSError(f"{path} has no column for the source image.{_columns(path)}")
+        return [(place, _from_csv(row)) for place, row in rows]
     if not path.exists():
         raise TPIPSError(f"{path} does not exist; give a manifest that ends in {', '.join(SUFFIXES)}.")
     if suffix in BINARY_SUFFIXES and path.is_file():
         return [(place, _from_table(row)) for place, row in read_table(path)]
     raise TPIPSError(f"{path} is no manifest; give a file that ends in {', '.join(SUFFIXES)}.")
+
+
+def _columns(path: Path) -> str:
+    """What an error adds for a CSV: its columns, and those that a manifest has."""
+    if path.suffix.lower() != ".csv":
+        return ""
+    found = ", ".join(repr(name) for name in csv_heading(path))
+    return f" Its columns are {found}; expected {CSV_COLUMNS}, parted by commas."
 
 
 def _from_csv(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
@@ -149,6 +161,14 @@ def _names_an_image(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else hasattr(value, "read")
 
 
+def _key_of(entry: dict[str, Any], otherwise: str | None) -> str:
+    """The key of a row that cannot be used; "" where it has none."""
+    try:
+        return check_key(entry.get("key", otherwise))
+    except TPIPSError:
+        return ""
+
+
 def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, Any]:
     """A row's fields, checked.
 
@@ -168,6 +188,8 @@ def _fields(entry: dict[str, Any], number: int, needs_key: bool) -> dict[str, An
     doubled = [name for name in names if names.count(name) > 1]
     if doubled:
         raise TPIPSError(f"the model {doubled[0]!r} has two outputs, under names that differ in blanks only; rename one.")
+    # an empty text is what an empty cell of a CSV is: no output
+    outputs = {model: None if isinstance(value, str) and not value.strip() else value for model, value in outputs.items()}
     for model, value in outputs.items():
         if value is not None and not _names_an_image(value):
             raise TPIPSError(f"the output of {model!r} is {value!r}; give a path, or null where there is none.")

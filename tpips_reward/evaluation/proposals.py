@@ -32,7 +32,8 @@ WRITE_EVERY = 20
 
 @dataclass(frozen=True)
 class Proposed:
-    """A data set in which every row has aspects, and where they came from: source -> number of rows.
+    """A data set in which every row has aspects, where they came from (source -> number of rows), and what the file of
+    proposals is to hold.
 
     Sources are "named" (by the data set), "edited" (a person wrote or changed the proposal), the name of a model, and
     "instruction", "category" and "nothing" (what the rules went by, see `tpips_reward.aspects.Proposal`).
@@ -40,6 +41,7 @@ class Proposed:
 
     dataset: Dataset
     origins: dict[str, int]
+    entries: dict[str, Entry]
 
 
 @dataclass
@@ -70,19 +72,21 @@ class _Work:
 def propose_aspects(
     dataset: Dataset, path: Path | None = None, make: Callable[[], Proposer] = RuleProposer
 ) -> Proposed:
-    """Fills in aspects where a row names none to keep or none to change, and writes the proposals.
+    """Fills in aspects where a row names none to keep or none to change. A model's proposals are written at once, since
+    they cost much; what the rules propose is for the caller to write, once nothing else is wrong (`Proposed.entries`).
 
     What a row does name always stays; a proposed aspect that it names on the other side is dropped.
 
     Args:
         dataset: any.
-        path: the file of proposals: read where it exists, so that corrections count and no model is asked twice, then
-            written; None keeps none.
+        path: the file of proposals: read where it exists, so that corrections count and no model is asked twice;
+            None keeps none.
         make: makes the proposer, when the first row needs it (`tpips_reward.aspects.parse_proposer`).
 
     Raises:
         TPIPSError: the file holds something wrong, or cannot be written; the proposer does not work. A single edit for
-            which a model finds nothing is no error: the rules propose, and it is listed.
+            which a model finds nothing is no error: the rules propose, and it is listed. So is one that the rules do not
+            understand: what they propose then is a guess.
     """
     entries = read_entries(path) if path is not None else {}
     work = _Work(entries, make)
@@ -98,6 +102,8 @@ def propose_aspects(
             work.used[row.key] = entry
             origins[origin] += 1
             rows.append(_filled(row, entry))
+            if origin == "nothing":
+                work.problems.append(_guess(rows[-1], path))
             if path is not None and work.unwritten >= WRITE_EVERY:
                 write_entries(path, {**entries, **work.used})
                 work.unwritten = 0
@@ -113,9 +119,21 @@ def propose_aspects(
             detail = f"The aspects file has an entry for {key!r}, which {why}; it is kept in the file and not used."
             work.problems.append(Problem("stale_aspects", detail, key if key in keys else "", left_out=False))
             used[key] = entry
-    if path is not None and used:
+    if path is not None and work.unwritten:
         write_entries(path, used)
-    return Proposed(dataset.with_rows(rows, work.problems), dict(origins))
+    return Proposed(dataset.with_rows(rows, work.problems), dict(origins), used)
+
+
+def _guess(row: Row, path: Path | None) -> Problem:
+    """Of a row whose aspects were proposed without anything to go by."""
+    sides = (("target", "to change", row.target), ("preserve", "to keep", row.preserve))
+    names = "; ".join(f"{how}: {', '.join(aspects)}" for side, how, aspects in sides if side in row.proposed)
+    remedy = f"correct them in {path.name}, or name" if path is not None else "name"
+    detail = (
+        f"The rules did not understand the instruction {row.instruction!r} of {row.key!r}; its proposed aspects are a guess "
+        f"({names}): {remedy} the row's own."
+    )
+    return Problem("guessed_aspects", detail, row.key, left_out=False)
 
 
 def _entry(row: Row, work: _Work) -> tuple[Entry, str]:
@@ -130,14 +148,18 @@ def _entry(row: Row, work: _Work) -> tuple[Entry, str]:
     rules = RuleProposer()
     name = work.name
     if known is not None and known.proposer == name:
-        return known, rules(Request(row.instruction, row.category)).by if name == rules.name else known.proposer
+        if name != rules.name:
+            return known, known.proposer
+        by = known.by or rules(Request(row.instruction, row.category)).by  # a file of an older version does not say it
+        return replace(known, by=by), by
     proposal = _proposal(row, work)
     if proposal is None:
         name, proposal = rules.name, rules(Request(row.instruction, row.category))
     elif name != rules.name:
         work.unwritten += 1
     mark = aspects_mark(proposal.target, proposal.preserve)
-    return Entry(row.instruction, proposal.kind, proposal.target, proposal.preserve, name, mark), proposal.by
+    by = proposal.by if name == rules.name else ""
+    return Entry(row.instruction, proposal.kind, proposal.target, proposal.preserve, name, mark, by), proposal.by
 
 
 def _proposal(row: Row, work: _Work) -> Proposal | None:

@@ -36,6 +36,7 @@ PROBLEMS: dict[str, str] = {
     "bad_vote": "a vote that names no row or model of the set, or that cannot be read",
     "unreadable_cache": "a file of cached scores that cannot be read; it was scored anew",
     "failed_proposal": "an edit for which the model proposed no usable aspects; the rules proposed them instead",
+    "guessed_aspects": "a row that the rules did not understand; its proposed aspects are a guess, to be corrected in the aspects file",
     "stale_aspects": "an entry of the aspects file that belongs to no row, or to another instruction",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tpips_reward
-from tpips_reward.aspects import Proposer, RuleProposer
+from tpips_reward.aspects import Proposer, RuleProposer, write_entries
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
@@ -111,6 +111,8 @@ def evaluate(
     loaded: PairMetric = metric() if not hasattr(metric, "similarity_pairs") else metric  # type: ignore[assignment]
     clear = partial(clear_folder, folder) if overwrite else None
     cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name), clear)
+    if proposed.entries:  # only now: a run that has failed so far leaves nothing behind
+        write_entries(proposals, proposed.entries)
     sizes = "resize" if options.sizes == "resize" else "keep"
     scores = score_rows(
         dataset.rows,

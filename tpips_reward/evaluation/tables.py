@@ -130,6 +130,15 @@ def csv_rows(path: Path) -> list[tuple[str, dict[str, str | None]]]:
         raise TPIPSError(f"{path}, line {reader.line_num}, is no CSV: {error}.") from None
 
 
+def csv_heading(path: Path) -> list[str]:
+    """The columns of a CSV file that `csv_rows` takes.
+
+    Raises:
+        TPIPSError: unreadable.
+    """
+    return [name.strip() for name in next(csv.reader(io.StringIO(read_text(path), newline="")), [])]
+
+
 def jsonl_rows(path: Path) -> list[tuple[str, dict[str, Any] | TPIPSError]]:
     """("line N", row) of a JSONL file; the error in place of a row that is no JSON object."""
     rows: list[tuple[str, dict[str, Any] | TPIPSError]] = []
