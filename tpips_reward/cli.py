@@ -114,7 +114,7 @@ def run_score(options: argparse.Namespace) -> None:
 
     from tpips_reward.pair_files import is_pair_file, pairs_of_arguments, read_pairs, score_rows
 
-    aspects = list(dict.fromkeys(options.aspect or ["overall"]))
+    aspects = options.aspect or ["overall"]
     for aspect in aspects:
         if not aspect.strip():
             raise TPIPSError("--aspect is empty; name what to compare, or leave it out for overall similarity.")
