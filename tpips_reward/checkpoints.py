@@ -47,7 +47,7 @@ _RELEASED_NAMES = ", ".join(f"released:{key}" for key in RELEASED)
 CONFIG_NAME = "tpips_config.json"
 FORMAT_VERSION = 1
 _TOWERS = ("language_model.", "visual.")
-# What a metric that was saved earlier may have left in a folder, and loading would read.
+# What saving a metric may write, or have left in a folder, and loading would read; `CONFIG_NAME` beside it.
 _OURS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -66,6 +66,7 @@ _OURS = (
     CALIBRATION_NAME,
     ADAPTER_FOLDER,
 )
+_STAGING = ".saving-"
 BUILTIN = "builtin:"
 _BUILTIN = Path(__file__).parent / "builtin"
 
@@ -325,8 +326,9 @@ def save_metric(
     target = Path(folder)
     shared = None if base is None else dict(stored_weights(_base_folder(base)))
     try:
+        _keep_foreign(target)
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
+        with tempfile.TemporaryDirectory(dir=target, prefix=_STAGING) as name:
             staging = Path(name)
             _write_weights(metric.fusion, staging, dtype, merge_lora, shared)
             details = {"format": FORMAT_VERSION, "fusion": metric.fusion.kind, **metric.info}
@@ -353,20 +355,26 @@ def save_metric(
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
 
 
-def _remove_earlier(target: Path, staging: Path) -> None:
-    """What was saved here before and no file takes the place of: loading would read it in place of what is new.
+def _keep_foreign(target: Path) -> None:
+    """Refuses a folder with files that saving would replace, and no metric.
 
     Raises:
         TPIPSError: there is such a file, and no metric was saved here: it is somebody else's.
     """
-    earlier = {path for pattern in _OURS for path in target.glob(pattern)}
-    left = sorted(path for path in earlier if path.is_dir() or not (staging / path.name).exists())
-    if left and not (target / CONFIG_NAME).is_file():
+    there = sorted(path.name for pattern in _OURS for path in target.glob(pattern))
+    # a process that was killed while it moved the files into their place has left the last of them, ours
+    saved = (target / CONFIG_NAME).is_file() or any(target.glob(f"{_STAGING}*/{CONFIG_NAME}"))
+    if there and not saved:
         raise TPIPSError(
-            f"{target} holds {left[0].name}, and no metric was saved there: loading would read it with the new files; give "
-            "another folder."
+            f"{target} holds {there[0]}, and no metric was saved there: saving would replace it, or loading would read it with "
+            "the new files; give another folder."
         )
-    for path in left:
+
+
+def _remove_earlier(target: Path, staging: Path) -> None:
+    """What was saved here before and no file takes the place of: loading would read it in place of what is new."""
+    earlier = {path for pattern in _OURS for path in target.glob(pattern)}
+    for path in sorted(path for path in earlier if path.is_dir() or not (staging / path.name).exists()):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import tpips_reward
 from tpips_reward.arguments import add_device_arguments
-from tpips_reward.errors import TPIPSError, hide_size_warnings
+from tpips_reward.errors import TPIPSError, hide_size_warnings, unusable
 from tpips_reward.evaluation.arguments import add_arguments
 from tpips_reward.search.arguments import add_index_arguments, add_search_arguments
 from tpips_reward.serving.arguments import add_arguments as add_serve_arguments
@@ -98,6 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `tpips-reward ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:  # a mistake of ours: it keeps its traceback
+            raise
+        print(f"tpips-reward: {unusable(error)}", file=sys.stderr)
+        return BAD_INPUT
     finally:
         warnings.formatwarning = shown
     return 0
@@ -114,7 +119,7 @@ def run_score(options: argparse.Namespace) -> None:
 
     from tpips_reward.pair_files import is_pair_file, pairs_of_arguments, read_pairs, score_rows
 
-    aspects = list(dict.fromkeys(options.aspect or ["overall"]))
+    aspects = options.aspect or ["overall"]
     for aspect in aspects:
         if not aspect.strip():
             raise TPIPSError("--aspect is empty; name what to compare, or leave it out for overall similarity.")

@@ -64,9 +64,14 @@ def exit_on_errors(program: str = "error") -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        _leave(f"{program}: {error.filename} cannot be used: {error.strerror}; check the path, the rights and the space there.", BAD_INPUT)
+        _leave(f"{program}: {unusable(error)}", BAD_INPUT)
     except KeyboardInterrupt:
         _leave(f"{program}: interrupted", INTERRUPTED)
+
+
+def unusable(error: OSError) -> str:
+    """The sentence for a file or folder that cannot be read or written; the error has its name."""
+    return f"{error.filename} cannot be used: {error.strerror}; check the path, the rights and the space there."
 
 
 def _leave(line: str, code: int) -> None:

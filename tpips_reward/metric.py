@@ -342,8 +342,8 @@ class Metric:
             base: a built-in metric, such as "builtin:late", of which only the differences are stored.
 
         Raises:
-            TPIPSError: the folder cannot be written, no adapters are apart that could stay so, or the base is of
-                another architecture.
+            TPIPSError: the folder cannot be written or holds files of another model, no adapters are apart that could stay
+                so, or the base is of another architecture.
         """
         from tpips_reward.checkpoints import save_metric
 

@@ -21,6 +21,7 @@ from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode, image_size
 from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
 from tpips_reward.prompts import normalize_aspect
+from tpips_reward.rewards.aspects import aspect_lists
 
 SUFFIXES = (".csv", ".jsonl")
 COLUMNS = ("a", "b", "aspects")
@@ -57,7 +58,7 @@ def pairs_of_arguments(paths: Sequence[str], aspects: Sequence[str]) -> list[Pai
     """A1 B1 A2 B2 ... as rows.
 
     Raises:
-        TPIPSError: an odd number, files that are no images, or an aspect that no metric takes.
+        TPIPSError: an odd number, files that are no images, or an aspect that no metric takes or that is there twice.
     """
     check_aspects(aspects)
     if len(paths) % 2:
@@ -68,7 +69,7 @@ def pairs_of_arguments(paths: Sequence[str], aspects: Sequence[str]) -> list[Pai
     rows = [
         PairRow("", a, b, Path(a), Path(b), tuple(aspects)) for a, b in zip(paths[::2], paths[1::2], strict=True)
     ]
-    _check_files(rows, "")
+    _raise(_file_faults([file for row in rows for file in (row.first, row.second)], {}), len(rows), "")
     return rows
 
 
@@ -80,7 +81,7 @@ def read_pairs(path: Path, aspects: Sequence[str]) -> list[PairRow]:
         aspects: of rows that name none.
 
     Raises:
-        TPIPSError: no rows, or rows that cannot be used: every one is listed with its line.
+        TPIPSError: no rows, or rows that cannot be used: every fault is listed with its line, missing files too.
     """
     check_aspects(aspects)
     entries: list[tuple[str, dict[str, Any] | TPIPSError]]
@@ -91,14 +92,13 @@ def read_pairs(path: Path, aspects: Sequence[str]) -> list[PairRow]:
     if not entries:
         raise TPIPSError(f"{path} has no rows{hint}.")
     rows, problems = [], []
+    known: dict[Path, str | None] = {}
     for place, entry in entries:
-        try:
-            rows.append(_row(place, entry, path.parent, aspects))
-        except TPIPSError as error:
-            problems.append(f"{place}: {error}")
+        row, faults = _row(place, entry, path.parent, aspects, known)
+        rows.append(row)
+        problems += [f"{place}: {fault}" for fault in faults]
     _raise(problems, len(entries), str(path))
-    _check_files(rows, str(path))
-    return rows
+    return [row for row in rows if row is not None]
 
 
 def score_rows(
@@ -150,10 +150,11 @@ def check_aspects(aspects: Sequence[str]) -> None:
     """Refuse what no metric takes; a control token is only known to a model's tokenizer.
 
     Raises:
-        TPIPSError: an aspect is empty, too long, or no text.
+        TPIPSError: an aspect is empty, too long, no text, or there twice.
     """
     for aspect in aspects:
         normalize_aspect(aspect)
+    aspect_lists(aspects, 1, "aspects")
 
 
 def _whole(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
@@ -163,17 +164,30 @@ def _whole(row: dict[str, str | None]) -> dict[str, Any] | TPIPSError:
     return dict(row)
 
 
-def _row(place: str, entry: dict[str, Any] | TPIPSError, home: Path, aspects: Sequence[str]) -> PairRow:
+def _row(
+    place: str, entry: dict[str, Any] | TPIPSError, home: Path, aspects: Sequence[str], known: dict[Path, str | None]
+) -> tuple[PairRow | None, list[str]]:
+    """A row, or all of its faults; `known` are the faults of files."""
     if isinstance(entry, TPIPSError):
-        raise entry
-    unknown = sorted(set(entry) - set(COLUMNS))
-    if unknown:
-        raise TPIPSError(f"the field {unknown[0]!r} means nothing here; there are {', '.join(COLUMNS)}.")
+        return None, [str(entry)]
+    faults = [f"the field {name!r} means nothing here; there are {', '.join(COLUMNS)}." for name in sorted(set(entry) - set(COLUMNS))]
+    files = []
     for name in ("a", "b"):
-        if not isinstance(entry.get(name), str) or not entry[name].strip():
-            raise TPIPSError(f"give the image {name!r} as a path, not {entry.get(name)!r}.")
-    a, b = entry["a"].strip(), entry["b"].strip()
-    return PairRow(place, a, b, home / a, home / b, _row_aspects(entry.get("aspects")) or tuple(aspects))
+        given = entry.get(name)
+        if isinstance(given, str) and given.strip():
+            files.append(given.strip())
+        else:
+            faults.append(f"give the image {name!r} as a path, not {given!r}.")
+    own: tuple[str, ...] = ()
+    try:
+        own = _row_aspects(entry.get("aspects"))
+    except TPIPSError as error:
+        faults.append(str(error))
+    faults += _file_faults([home / file for file in files], known)
+    if faults:
+        return None, faults
+    a, b = files
+    return PairRow(place, a, b, home / a, home / b, own or tuple(aspects)), []
 
 
 def _row_aspects(given: Any) -> tuple[str, ...]:
@@ -184,20 +198,20 @@ def _row_aspects(given: Any) -> tuple[str, ...]:
     if not isinstance(parts, list) or not all(isinstance(part, str) and part.strip() for part in parts):
         raise TPIPSError(f"aspects is {given!r}; give a list of texts, in a CSV parted by ';'.")
     check_aspects(parts)
-    return tuple(dict.fromkeys(part.strip() for part in parts))
+    return tuple(part.strip() for part in parts)
 
 
-def _check_files(rows: Sequence[PairRow], where: str) -> None:
-    """All files before the model: a typo must not cost the loading of a large metric."""
-    problems: dict[str, None] = {}
-    known: dict[Path, str | None] = {}
-    for row in rows:
-        for file in (row.first, row.second):
-            if file not in known:
-                known[file] = _fault(file)
-            if known[file] is not None:
-                problems[f"{row.place}: {known[file]}" if row.place else str(known[file])] = None
-    _raise(list(problems), len(rows), where)
+def _file_faults(files: Sequence[Path], known: dict[Path, str | None]) -> list[str]:
+    """Faults of files, each once: all are looked at before the model, for a typo must not cost the loading of a large metric.
+
+    Args:
+        files: of one row, or of the command.
+        known: faults that were found, which are added to.
+    """
+    for file in files:
+        if file not in known:
+            known[file] = _fault(file)
+    return list(dict.fromkeys(fault for file in files if (fault := known[file]) is not None))
 
 
 def _fault(file: Path) -> str | None:

@@ -249,15 +249,56 @@ def test_weights_stored_in_bfloat16_take_half_the_space(metric, own, tmp_path):
     assert metric.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter/weights"])
-def test_files_of_another_model_are_no_earlier_metric(metric, tmp_path, name):
-    """Saving would have to remove them, or loading would read them."""
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter/weights", "config.json"])
+def test_files_of_another_model_are_no_earlier_metric(metric, tmp_path, name, monkeypatch):
+    """Saving would have to replace or remove them, or loading would read them. Nothing is written before the refusal."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
+    monkeypatch.setattr("tpips_reward.checkpoints.save_file", lambda *_, **__: pytest.fail("weights are written"))
     with pytest.raises(TPIPSError, match=f"holds {Path(name).parts[0]}, and no metric was saved there"):
         metric.save_pretrained(tmp_path)
     assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path] and path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("source", ["own", "builtin:late"])
+def test_every_file_that_saving_writes_is_another_models_where_no_metric_is(metric, own, tmp_path, source):
+    saved = load_metric(source if source != "own" else own, device="cpu")
+    saved.save_pretrained(tmp_path / "whole")
+    names = {path.name for path in (tmp_path / "whole").iterdir()} - {"tpips_config.json"}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    for name in names:
+        (tmp_path / f"with {name}").mkdir()
+        (tmp_path / f"with {name}" / name).write_text("mine")
+        with pytest.raises(TPIPSError, match=f"holds {name}, and no metric was saved there"):
+            saved.save_pretrained(tmp_path / f"with {name}")
+        assert [path.read_text() for path in (tmp_path / f"with {name}").iterdir()] == ["mine"]
+
+
+def test_a_folder_with_other_files_alone_takes_a_metric(metric, tmp_path):
+    others = ("README.md", "pytorch_model.bin", "adapter_config.json", "model_index.json", "figures.json")
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    metric.save_pretrained(tmp_path)
+    metric.save_pretrained(tmp_path)
+    assert {(tmp_path / name).read_text() for name in others} == {"mine"}
+
+
+def test_what_a_killed_first_save_left_is_our_own(metric, own, tmp_path, monkeypatch, crops):
+    """The weights have taken their place, the rest has not."""
+
+    def killed(source, target):
+        os.rename(source, target)
+        if Path(target).name == "model.safetensors":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tpips_reward.checkpoints.os.replace", killed)
+        patch.setattr("tempfile.TemporaryDirectory.cleanup", lambda self: self._finalizer.detach())
+        metric.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file() and not (tmp_path / "tpips_config.json").exists()
+    metric.save_pretrained(tmp_path)
+    assert torch.equal(load_metric(tmp_path, device="cpu").similarity(*crops[:2]), metric.similarity(*crops[:2]))
 
 
 def test_an_option_of_mid_fusion_denies_no_adapters_of_late(released):

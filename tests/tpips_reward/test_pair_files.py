@@ -99,6 +99,33 @@ def test_every_missing_file_is_listed_with_its_line(folder):
         assert f"{place}: {folder / file} does not exist." in message
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_faults_of_form_hide_no_missing_files(folder, suffix):
+    """All at once, in the order of the lines."""
+    rows = [("in/cat_0.png", "gone.png", "lighting"), ("", "in/cat_1.png", "x;;y"), ("lost.png", "lost.png", "x; y;X"), ("in/cat_0.png", "off.png", "")]
+    head = "a,b,aspects\n" if suffix == "csv" else "\n"
+    lines = [",".join(row) if suffix == "csv" else json.dumps(dict(zip("ab", row, strict=False)) | {"aspects": row[2]}) for row in rows]
+    message = fails(folder, f"p.{suffix}", head + "\n".join(lines))
+    assert "has 6 faults in 4 rows: " + " ".join([
+        f"line 2: {folder / 'gone.png'} does not exist.",
+        "line 3: give the image 'a' as a path, not ''.",
+        "line 3: aspects is 'x;;y'; give a list of texts, in a CSV parted by ';'.",
+        "line 4: aspects names 'X' twice; each aspect counts once: drop one.",
+        f"line 4: {folder / 'lost.png'} does not exist.",
+        f"line 5: {folder / 'off.png'} does not exist.",
+    ]) in message  # fmt: skip
+
+
+def test_an_aspect_twice_is_an_error(folder, capsys):
+    pair = [str(folder / "in" / f"{name}.png") for name in ("cat_0", "cat_1")]
+    path = write(folder, "p.csv", "a,b,aspects\nin/cat_0.png,in/cat_1.png,lighting; Lighting\n")
+    for images, options in ((pair, ("x y", "X  Y")), ([str(path)], ("x y", "X  Y")), ([str(path)], ("x",))):
+        aspects = [word for option in options for word in ("--aspect", option)]
+        assert main(["score", *images, *aspects, "--metric", "nonsense"]) == 2
+        twice = "aspects names 'X  Y' twice" if len(options) > 1 else "line 2: aspects names 'Lighting' twice"
+        assert " ".join(twice.split()) in capsys.readouterr().err
+
+
 def test_many_faults_are_cut_short(folder):
     message = fails(folder, "p.csv", "a,b\n" + "".join(f"x{k}.png,in/cat_0.png\n" for k in range(30)))
     assert "30 faults in 30 rows" in message and message.endswith("and 10 more")

@@ -276,6 +276,58 @@ def test_a_photograph_with_broken_notes_is_skipped(metric, tmp_path, photos):
     assert built.files == ["good.png"] and "bad.png cannot be read" in built.info["skipped"]["bad.png"]
 
 
+def test_a_link_to_nothing_is_named_among_the_skipped(metric, tmp_path, photos):
+    home = tmp_path / "photos"
+    (home / "sub").mkdir(parents=True)
+    photos["cat_0"].save(home / "good.png")
+    (home / "sub" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    (home / "loop.png").symlink_to(home / "loop.png")
+    (home / "linked.png").symlink_to(home / "good.png")
+    (home / "folder.png").mkdir()
+    built = build_index(home, ["lighting"], metric, tmp_path / "built", metric_name="parity")
+    assert built.files == ["good.png", "linked.png"] and set(built.info["skipped"]) == {"sub/gone.jpg", "loop.png"}
+    assert built.info["skipped"]["sub/gone.jpg"] == f"{home / 'sub' / 'gone.jpg'} does not exist."
+
+
+def test_what_a_killed_build_left_is_cleared_and_a_living_ones_is_not(folder, metric, tmp_path, monkeypatch):
+    import fcntl
+
+    output = tmp_path / "photos.index"
+
+    def killed(done: int, total: int) -> None:
+        (mine,) = set(tmp_path.glob(".tmp-*")) - {tmp_path / ".tmp-other.index-abcdefgh"}
+        handle = os.open(mine, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # it is held as long as the build lives
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+        raise KeyboardInterrupt
+
+    (tmp_path / ".tmp-other.index-abcdefgh").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # it had no time to clear up
+        build_index(folder, ASPECTS, metric, output, metric_name="x", progress=killed)
+    (left,) = tmp_path.glob(".tmp-photos.index-????????")
+    assert list(left.glob("vectors-*.npy"))
+    held, aside = tmp_path / ".tmp-photos.index-abcdefgh", tmp_path / ".tmp-photos.index-bcdefghi-old"
+    for path in (held, aside):
+        path.mkdir()
+    living = os.open(held, os.O_RDONLY)
+    fcntl.flock(living, fcntl.LOCK_EX)
+    others = {held, tmp_path / ".tmp-other.index-abcdefgh", output}
+    build_index(folder, ASPECTS, metric, output, metric_name="x")
+    assert set(tmp_path.iterdir()) == {*others, aside}  # an index that was moved aside may have been the only one
+    os.close(living)
+    build_index(folder, ASPECTS, metric, output, metric_name="x", overwrite=True)
+    assert set(tmp_path.iterdir()) == others - {held}
+
+
+@pytest.mark.parametrize("place", ["/proc/x.index", "/proc/new/x.index"])
+def test_an_output_where_nothing_can_be_written_is_one_sentence(run, folder, parity, place, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: True)  # as root is told
+    status, _, err = run("index", folder, "--aspect", "lighting", "--output", place, "--metric", parity / "embedding")
+    assert status == 2 and err.startswith(f"tpips-reward: {place} cannot be written (") and err.count("\n") == 1
+
+
 def test_overwrite_deletes_nothing_but_an_index(folder, index, metric, tmp_path):
     def build(output: Path) -> Index:
         return build_index(folder, ASPECTS, metric, output, metric_name="x", overwrite=True)

@@ -130,6 +130,14 @@ def test_an_output_that_is_a_file(frames, tmp_path, capsys):
         assert "file is a file" in error and len(error.splitlines()) == 1
 
 
+def test_an_output_where_nothing_can_be_written_is_one_sentence(frames, parity, capsys, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: True)  # as root is told
+    arguments = ["--aspect", "lighting", "--every", "5", "--metric", str(parity / "embedding")]
+    assert main(["video", str(frames), *arguments, "--output", "/proc/x"]) == 2
+    error = capsys.readouterr().err
+    assert "/proc/x cannot be used: " in error and len(error.splitlines()) == 1
+
+
 def test_a_cut_video_is_an_error_or_its_frames(clip, tmp_path):
     """Never a number for a frame that is not there."""
     cut = tmp_path / "cut.mkv"

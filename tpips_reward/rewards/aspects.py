@@ -102,7 +102,7 @@ def _clean_list(aspects: Sequence[Any], name: str, index: int | None) -> list[st
                 f'{where} holds an empty aspect; name it, or write "overall" to compare the images as a whole.'
             )
         if _key(aspect) in seen:
-            raise TPIPSError(f"{where} names {aspect!r} twice; each aspect counts once in the mean: drop one.")
+            raise TPIPSError(f"{where} names {aspect!r} twice; each aspect counts once: drop one.")
         seen.add(_key(aspect))
         cleaned.append(aspect)
     return cleaned

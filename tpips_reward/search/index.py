@@ -10,9 +10,12 @@ exact. Only the aspects that a search names are read.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ import numpy as np
 from tpips_reward.answers import asked, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decode
-from tpips_reward.files import check_writable, write_text
+from tpips_reward.files import TEMPORARY, check_writable, write_text
 from tpips_reward.metric import Metric
 from tpips_reward.search.ranking import OVERALL
 
@@ -251,14 +254,16 @@ def check_aspects(aspects: Sequence[str]) -> list[str]:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images of a folder and its subfolders by their suffix, in order.
+    """The images of a folder and its subfolders by their suffix, in order; links to files that are not there too.
 
     Raises:
         TPIPSError: it is no folder, or has none.
     """
     if not folder.is_dir():
         raise TPIPSError(f"{folder} is no folder.")
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    named_so = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    # a link to nothing is no file, and yet an image that somebody misses: it is skipped, and named, when it is read
+    found = sorted(path for path in named_so if path.is_file() or (path.is_symlink() and not path.exists()))
     if not found:
         raise TPIPSError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}).")
     return found
@@ -271,9 +276,20 @@ class _Staged:
         self.output, self.overwrite = output, overwrite
 
     def __enter__(self) -> Path:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.staging = Path(tempfile.mkdtemp(dir=self.output.parent, prefix=".tmp-"))
-        return self.staging
+        prefix = f"{TEMPORARY}{self.output.name}-"
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            _clear_killed(self.output, prefix)
+            while True:
+                self.staging = Path(tempfile.mkdtemp(dir=self.output.parent, prefix=prefix))
+                self._lock = _lock(self.staging, wait=True)
+                if self.staging.exists():  # not taken for a killed one's before it was locked
+                    return self.staging
+                _unlock(self._lock)
+        except OSError as error:
+            raise TPIPSError(
+                f"{self.output} cannot be written ({error.strerror or error}); give another --output."
+            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         old = self.staging.with_name(self.staging.name + "-old")
@@ -293,6 +309,57 @@ class _Staged:
                 os.replace(old, self.output)
             shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(self.staging, ignore_errors=True)  # where it has not become the output
+            _unlock(self._lock)
+
+
+def _clear_killed(output: Path, prefix: str) -> None:
+    """Removes what builds of the same output have left that were killed: nobody holds the lock on their folders.
+
+    An old index that a build had moved aside stays until there is an output again: it may be the only one.
+    """
+    own = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}(-old)?")
+    for path in output.parent.glob(f"{glob.escape(prefix)}*"):
+        if not own.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        if path.name.endswith("-old") and not output.exists():
+            continue
+        try:
+            handle = _lock(path, wait=False)
+        except OSError:  # somebody holds it
+            continue
+        if handle is not None:
+            shutil.rmtree(path, ignore_errors=True)
+        _unlock(handle)
+
+
+def _lock(folder: Path, wait: bool) -> int | None:
+    """Takes a lock on a folder, which ends with the process; None where the system has no locks.
+
+    Raises:
+        BlockingIOError: another holds it, and `wait` is False.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:  # removed meanwhile
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return None
+    return handle
+
+
+def _unlock(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
 
 
 def _umask() -> int:
