@@ -242,28 +242,18 @@ class RunFolder:
 
 
 def _lock_folder(path: Path) -> int | None:
-    """Takes a lock on the folder itself, which leaves no file behind; None where the file system has no locks.
+    """`files.lock_folder`, with its errors in one sentence.
 
     Raises:
         RunError: when another process holds it.
     """
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
     with disk_errors(path):
-        handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise RunError(
-            f"Another run is writing to {path}; wait for it, stop it, or give another --output_dir."
-        ) from error
-    except OSError as error:
-        os.close(handle)
-        log.warning("%s cannot be locked (%s); see to it that no other run writes to it.", path, error.strerror)
-        return None
+        try:
+            handle = files.lock_folder(path)
+        except BlockingIOError as error:
+            raise RunError(f"Another run is writing to {path}; wait for it, stop it, or give another --output_dir.") from error
+    if handle is None and sys.platform != "win32":
+        log.warning("%s cannot be locked; see to it that no other run writes to it.", path)
     return handle
 
 

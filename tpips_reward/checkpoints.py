@@ -326,7 +326,7 @@ def save_metric(
     target = Path(folder)
     shared = None if base is None else dict(stored_weights(_base_folder(base)))
     try:
-        _keep_foreign(target)
+        check_save_folder(target)
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix=_STAGING) as name:
             staging = Path(name)
@@ -355,8 +355,8 @@ def save_metric(
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
 
 
-def _keep_foreign(target: Path) -> None:
-    """Refuses a folder with files that saving would replace, and no metric.
+def check_save_folder(target: Path) -> None:
+    """Refuses a folder with files that saving would replace, and no metric; one that is not there is good.
 
     Raises:
         TPIPSError: there is such a file, and no metric was saved here: it is somebody else's.

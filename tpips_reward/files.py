@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,35 @@ def _can_be_named(path: Path) -> bool:
         return all(len(name) <= _LONGEST_NAME and 0 not in name for name in map(os.fsencode, path.parts))
     except UnicodeEncodeError:
         return False
+
+
+def lock_folder(folder: Path, *, wait: bool = False) -> int | None:
+    """Takes a lock on a folder itself, which leaves no file behind and ends with the process.
+
+    Args:
+        wait: until another process gives it back.
+
+    Returns:
+        What `os.close` gives back; None where the system or the file system has no locks.
+
+    Raises:
+        BlockingIOError: another holds it, and ``wait`` is False.
+        OSError: the folder cannot be opened.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from metric_training.training.config import RESUMABLE, TrainConfig
 from tpips_reward import TPIPSError
-from tpips_reward.checkpoints import CONFIG_NAME
+from tpips_reward.checkpoints import CONFIG_NAME, check_save_folder
 from tpips_reward.files import TEMPORARY, check_writable, write_atomic
 
 STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
@@ -52,8 +52,8 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
         used_by_us: whether another process of this run may have written to the folder already.
 
     Raises:
-        TPIPSError: a folder that is in use or none, that holds what the run starts from, or a checkpoint that is missing,
-            damaged, or of other settings.
+        TPIPSError: a folder that is in use or none, that holds what the run starts from or another model in best/ or last/, or
+            a checkpoint that is missing, damaged, or of other settings.
     """
     folder = Path(config.output_dir)
     check_writable(folder)
@@ -64,6 +64,8 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
             raise TPIPSError(
                 f"{name} {source} lies in the output folder {folder}, whose best/ and last/ are replaced; give another --output_dir."
             )
+    for name in ("best", "last"):  # before hours go into what is saved there
+        check_save_folder(folder / name)
     if config.resume:
         if not (folder / STATE).exists():
             raise TPIPSError(f"--resume was given, but {folder / STATE} does not exist: no step was saved; give --overwrite to start.")

@@ -114,6 +114,16 @@ def test_a_run_does_not_overwrite_its_own_start(finished: Path, tmp_path: Path, 
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_another_model_where_the_metric_is_to_be_saved_is_found_first(name: str, start: str, tmp_path: Path) -> None:
+    other = tmp_path / "run" / name / "model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"another model's")
+    with pytest.raises(TPIPSError, match=f"{name} holds model.safetensors, and no metric was saved there"):
+        train.run(tiny(start, tmp_path / "run", overwrite=True))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
+
+
 def test_a_start_beside_best_and_last_is_no_start_of_its_own(start: str, tmp_path: Path) -> None:
     shutil.copytree(start, tmp_path / "stage1" / "last")
     train.main(tiny(str(tmp_path / "stage1" / "last"), tmp_path, overwrite=True, max_steps=1))

@@ -65,6 +65,15 @@ def test_a_folder_in_the_order_of_its_numbers(frames):
     assert [round(float(frame.pixels.mean()) * 255) for frame in found] == [0, 40, 80, 120, 160, 200]
 
 
+def test_a_link_to_nothing_moves_no_other_frame(frames, tmp_path):
+    for number in (0, 2):
+        (tmp_path / f"{number}.png").symlink_to(frames / f"f{number}.png")
+    (tmp_path / "1.png").symlink_to(tmp_path / "nowhere.png")
+    assert [frame.number for frame in read_frames(tmp_path, every=2)] == [0, 2]
+    with pytest.raises(TPIPSError, match="1.png does not exist"):
+        list(read_frames(tmp_path))
+
+
 def test_a_video_file_is_its_frames(clip, frames):
     for one, other in zip(read_frames(clip, 3), read_frames(frames, 3, fps=10), strict=True):
         assert one.number == other.number and one.seconds == pytest.approx(other.seconds, abs=1e-3)

@@ -10,15 +10,11 @@ exact. Only the aspects that a search names are read.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import re
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +23,10 @@ import numpy as np
 from tpips_reward.answers import asked, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decode
-from tpips_reward.files import TEMPORARY, check_writable, write_text
+from tpips_reward.files import check_writable, write_text
 from tpips_reward.metric import Metric
 from tpips_reward.search.ranking import OVERALL
+from tpips_reward.search.staging import Staged
 
 FORMAT_VERSION = 1
 CHUNK_ROWS = 65536
@@ -179,7 +176,7 @@ def build_index(
     output = output.resolve()  # "." has its parent elsewhere, and is another folder once it is replaced
     skipped: dict[str, str] = {}
     kept: list[str] = []
-    with _Staged(output, overwrite) as staging:
+    with Staged(output, partial(check_output, output, overwrite)) as staging:
         arrays: list[np.ndarray] = []
         for start in range(0, len(files), batch_images):
             batch = {}
@@ -220,7 +217,7 @@ def write_index(
         raise TPIPSError(f"vectors need one shape ({len(files)}, D) in all aspects and 'overall'; got {shapes}.")
     check_output(output, overwrite=False)
     output = output.resolve()
-    with _Staged(output, overwrite=False) as staging:
+    with Staged(output, partial(check_output, output, overwrite=False)) as staging:
         for k, array in enumerate(vectors.values()):
             np.save(staging / f"vectors-{k}.npy", np.asarray(array, dtype=np.float32))
         np.save(staging / "probe.npy", probe_vector.astype(np.float32))
@@ -267,105 +264,6 @@ def image_files(folder: Path) -> list[Path]:
     if not found:
         raise TPIPSError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}).")
     return found
-
-
-class _Staged:
-    """A folder that takes its place when the block ends well, and is gone when it does not."""
-
-    def __init__(self, output: Path, overwrite: bool) -> None:
-        self.output, self.overwrite = output, overwrite
-
-    def __enter__(self) -> Path:
-        prefix = f"{TEMPORARY}{self.output.name}-"
-        try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            _clear_killed(self.output, prefix)
-            while True:
-                self.staging = Path(tempfile.mkdtemp(dir=self.output.parent, prefix=prefix))
-                self._lock = _lock(self.staging, wait=True)
-                if self.staging.exists():  # not taken for a killed one's before it was locked
-                    return self.staging
-                _unlock(self._lock)
-        except OSError as error:
-            raise TPIPSError(
-                f"{self.output} cannot be written ({error.strerror or error}); give another --output."
-            ) from error
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        old = self.staging.with_name(self.staging.name + "-old")
-        try:
-            if kind is None:
-                self.staging.chmod(0o777 & ~_umask())
-                check_output(self.output, self.overwrite)  # somebody may have come meanwhile
-                if self.output.exists():
-                    os.replace(self.output, old)
-                os.replace(self.staging, self.output)
-        except OSError as error:
-            raise TPIPSError(
-                f"The index cannot take its place at {self.output} ({error.strerror or error}); what was there is kept."
-            ) from error
-        finally:
-            if self.staging.exists() and old.exists():  # Ctrl-C between the two moves, or the second failed
-                os.replace(old, self.output)
-            shutil.rmtree(old, ignore_errors=True)
-            shutil.rmtree(self.staging, ignore_errors=True)  # where it has not become the output
-            _unlock(self._lock)
-
-
-def _clear_killed(output: Path, prefix: str) -> None:
-    """Removes what builds of the same output have left that were killed: nobody holds the lock on their folders.
-
-    An old index that a build had moved aside stays until there is an output again: it may be the only one.
-    """
-    own = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}(-old)?")
-    for path in output.parent.glob(f"{glob.escape(prefix)}*"):
-        if not own.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-            continue
-        if path.name.endswith("-old") and not output.exists():
-            continue
-        try:
-            handle = _lock(path, wait=False)
-        except OSError:  # somebody holds it
-            continue
-        if handle is not None:
-            shutil.rmtree(path, ignore_errors=True)
-        _unlock(handle)
-
-
-def _lock(folder: Path, wait: bool) -> int | None:
-    """Takes a lock on a folder, which ends with the process; None where the system has no locks.
-
-    Raises:
-        BlockingIOError: another holds it, and `wait` is False.
-    """
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:  # removed meanwhile
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(handle)
-        raise
-    except OSError:  # a file system without locks
-        os.close(handle)
-        return None
-    return handle
-
-
-def _unlock(handle: int | None) -> None:
-    if handle is not None:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def check_output(output: Path, overwrite: bool) -> None:

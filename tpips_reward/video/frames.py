@@ -62,7 +62,8 @@ def frame_at(source: Path, number: int, fps: float = 24.0) -> Frame:
 
 
 def _folder(folder: Path, every: int, fps: float) -> Iterator[Frame]:
-    paths = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]
+    # a link to nothing stays: left out, it would move all later frames; it is an error where it is read
+    paths = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()]
     if not paths:
         raise TPIPSError(f"{folder} has no frames ({', '.join(IMAGE_SUFFIXES)}).")
     paths.sort(key=lambda path: _natural(path.name))
