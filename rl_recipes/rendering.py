@@ -78,7 +78,7 @@ def render_checkpoint(
     for batch in batches[accelerator.process_index :: accelerator.num_processes]:
         stop.check()
         if not all(edit_path(folder, checkpoint, row.key).exists() for row in batch):
-            if not applied:  # a checkpoint that is done costs nothing
+            if not applied:  # a checkpoint that is done is not put on
                 apply_checkpoint(editor, checkpoint)
                 applied = True
             for row, image in zip(batch, _edits(editor, batch, sampling, checkpoint.name), strict=True):

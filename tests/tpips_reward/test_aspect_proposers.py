@@ -17,7 +17,7 @@ from fake_metrics import RegionMetric
 from PIL import Image
 
 import tpips_reward.cli
-from tpips_reward.aspects import ModelProposer, ProposalError, Request, RuleProposer, parse_proposer, propose, write_entries
+from tpips_reward.aspects import ModelProposer, ProposalError, Request, RuleProposer, add_entries, parse_proposer, propose
 from tpips_reward.aspects.proposers import parse_answer
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest
@@ -214,8 +214,8 @@ def test_proposals_are_kept_edited_and_asked_for_once(bare, tmp_path):
     # another proposer replaces what the first proposed, and never what a person wrote
     found = propose_aspects(read_manifest(bare), path)
     assert found.origins == {"instruction": 5, "edited": 1} and found.dataset.rows[1].target == ("wheel color",)
-    assert found.entries["000"].proposer == "rules" and read_lines(path)[0]["proposer"] == "scripted", "not written yet"
-    write_entries(path, found.entries)
+    assert found.made["000"].proposer == "rules" and read_lines(path)[0]["proposer"] == "scripted", "not written yet"
+    add_entries(path, found.made)
     again = propose_aspects(read_manifest(bare), path)
     assert again.dataset.rows == found.dataset.rows and again.origins == found.origins
 
@@ -246,9 +246,33 @@ def test_what_the_rules_did_not_understand_is_a_guess(bare, tmp_path):
     del entries[2]["mark"], entries[3]["by"]  # accepted as they are; of an older version
     write_lines(path, entries)
     assert guesses() == ["003"]
-    assert read_lines(path)[3]["by"] == "nothing"
+    assert [entry.get("by") for entry in read_lines(path)[:4]] == ["instruction", None, None, "nothing"]
     with pytest.raises(TPIPSError, match="did not understand the instruction '把汽车变成红色' of '003'.*correct them in aspects.jsonl"):
         evaluate(read_manifest(bare), RegionMetric(), tmp_path / "strict", settings=Settings(strict=True), aspects_file=path)
+    lines[3]["category"] = "color_alter"
+    write_lines(bare, lines)
+    assert guesses() == [] and read_lines(path)[3]["by"] == "category", "now there is something to go by"
+
+
+def test_corrections_made_while_the_metric_loads_stay(bare, tmp_path):
+    path, seen = tmp_path / "r/aspects.jsonl", []
+
+    def load() -> RegionMetric:
+        seen.append(path.exists())
+        path.write_text(json.dumps({"key": "elsewhere", "instruction": "of another evaluation", "target": ["sky"]}) + "\n")
+        return RegionMetric()
+
+    evaluate(read_manifest(bare), load, tmp_path / "r", settings=Settings(resamples=200))
+    assert seen == [False] and [entry["key"] for entry in read_lines(path)][:2] == ["elsewhere", "000"]
+    entries = read_lines(path)
+    entries[1]["target"] = ["wheel color"]
+
+    def correct() -> RegionMetric:
+        write_lines(path, entries)
+        return RegionMetric()
+
+    evaluate(read_manifest(bare), correct, tmp_path / "r", settings=Settings(resamples=200), overwrite=True)
+    assert read_lines(path) == entries
 
 
 def test_an_interruption_keeps_what_was_proposed(bare, tmp_path):

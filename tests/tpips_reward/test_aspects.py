@@ -179,5 +179,5 @@ def test_all_mistakes_in_the_file_are_named(tmp_path):
     with pytest.raises(TPIPSError, match=r"aspects.jsonl, line 1: no JSON.* line 3: an entry is .* line 4: The aspect 'a, b'"):
         read_entries(path)
     path.write_text("[]\n" * 23)
-    with pytest.raises(TPIPSError, match="line 20: an entry is an object, {...}. and 3 more"):
+    with pytest.raises(TPIPSError, match="line 20: an entry is an object, {...}. There are 3 more."):
         read_entries(path)

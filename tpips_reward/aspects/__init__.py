@@ -2,7 +2,7 @@
 
 from tpips_reward.aspects.proposers import ModelProposer, ProposalError, Proposer, Request, RuleProposer, parse_proposer
 from tpips_reward.aspects.rules import Proposal, propose
-from tpips_reward.aspects.store import Entry, aspects_mark, read_entries, write_entries
+from tpips_reward.aspects.store import Entry, add_entries, aspects_mark, read_entries, write_entries
 from tpips_reward.aspects.taxonomy import CATEGORIES, KINDS, Kind
 from tpips_reward.aspects.validation import check_proposed
 
@@ -17,6 +17,7 @@ __all__ = [
     "Proposer",
     "Request",
     "RuleProposer",
+    "add_entries",
     "aspects_mark",
     "check_proposed",
     "parse_proposer",

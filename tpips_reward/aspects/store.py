@@ -85,9 +85,20 @@ def read_entries(path: Path) -> dict[str, Entry]:
         except TPIPSError as error:
             mistakes.append(f"line {number}: {error}")
     if mistakes:
-        more = f" and {len(mistakes) - _LISTED} more" if len(mistakes) > _LISTED else ""
+        more = f" There are {len(mistakes) - _LISTED} more." if len(mistakes) > _LISTED else ""
         raise TPIPSError(f"{path}, {' '.join(mistakes[:_LISTED])}{more}")
     return entries
+
+
+def add_entries(path: Path, made: Mapping[str, Entry]) -> None:
+    """Adds entries to the file, or replaces those of the same keys. The others stay as they are in the file now: people
+    and other evaluations may have written to it since it was read. Without entries nothing is written.
+
+    Raises:
+        TPIPSError: as `read_entries` and `write_entries`.
+    """
+    if made:
+        write_entries(path, {**read_entries(path), **made})
 
 
 def write_entries(path: Path, entries: Mapping[str, Entry]) -> None:

@@ -16,9 +16,9 @@ from tpips_reward.aspects import (
     Proposer,
     Request,
     RuleProposer,
+    add_entries,
     aspects_mark,
     read_entries,
-    write_entries,
 )
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import decode
@@ -32,8 +32,8 @@ WRITE_EVERY = 20
 
 @dataclass(frozen=True)
 class Proposed:
-    """A data set in which every row has aspects, where they came from (source -> number of rows), and what the file of
-    proposals is to hold.
+    """A data set in which every row has aspects, where they came from (source -> number of rows), and which entries the
+    file of proposals does not hold yet.
 
     Sources are "named" (by the data set), "edited" (a person wrote or changed the proposal), the name of a model, and
     "instruction", "category" and "nothing" (what the rules went by, see `tpips_reward.aspects.Proposal`).
@@ -41,7 +41,7 @@ class Proposed:
 
     dataset: Dataset
     origins: dict[str, int]
-    entries: dict[str, Entry]
+    made: dict[str, Entry]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Work:
     known: dict[str, Entry]
     make: Callable[[], Proposer]
     problems: list[Problem] = field(default_factory=list)
-    used: dict[str, Entry] = field(default_factory=dict)
+    made: dict[str, Entry] = field(default_factory=dict)
     unwritten: int = 0
     _proposer: Proposer | None = None
 
@@ -68,12 +68,17 @@ class _Work:
             self._proposer = self.make()
         return self._proposer
 
+    def write(self, path: Path) -> None:
+        """What was made so far."""
+        add_entries(path, self.made)
+        self.made, self.unwritten = {}, 0
+
 
 def propose_aspects(
     dataset: Dataset, path: Path | None = None, make: Callable[[], Proposer] = RuleProposer
 ) -> Proposed:
     """Fills in aspects where a row names none to keep or none to change. A model's proposals are written at once, since
-    they cost much; what the rules propose is for the caller to write, once nothing else is wrong (`Proposed.entries`).
+    they cost much; what the rules propose is for the caller to write, once nothing else is wrong (`Proposed.made`).
 
     What a row does name always stays; a proposed aspect that it names on the other side is dropped.
 
@@ -90,7 +95,7 @@ def propose_aspects(
     """
     entries = read_entries(path) if path is not None else {}
     work = _Work(entries, make)
-    rows = []
+    rows, used = [], set()
     origins: Counter[str] = Counter()
     try:
         for row in dataset.rows:
@@ -99,29 +104,25 @@ def propose_aspects(
                 origins["named"] += 1
                 continue
             entry, origin = _entry(row, work)
-            work.used[row.key] = entry
+            used.add(row.key)
+            if entry != entries.get(row.key):
+                work.made[row.key] = entry
             origins[origin] += 1
             rows.append(_filled(row, entry))
             if origin == "nothing":
                 work.problems.append(_guess(rows[-1], path))
             if path is not None and work.unwritten >= WRITE_EVERY:
-                write_entries(path, {**entries, **work.used})
-                work.unwritten = 0
-    except BaseException:
+                work.write(path)
+    finally:  # also where something stops it
         if path is not None and work.unwritten:
-            write_entries(path, {**entries, **work.used})
-        raise
+            work.write(path)
     keys = {row.key for row in dataset.rows}
-    used = work.used
-    for key, entry in entries.items():
+    for key in entries:
         if key not in used:
             why = "has aspects of its own" if key in keys else "is no usable row"
             detail = f"The aspects file has an entry for {key!r}, which {why}; it is kept in the file and not used."
             work.problems.append(Problem("stale_aspects", detail, key if key in keys else "", left_out=False))
-            used[key] = entry
-    if path is not None and work.unwritten:
-        write_entries(path, used)
-    return Proposed(dataset.with_rows(rows, work.problems), dict(origins), used)
+    return Proposed(dataset.with_rows(rows, work.problems), dict(origins), work.made)
 
 
 def _guess(row: Row, path: Path | None) -> Problem:
@@ -144,17 +145,19 @@ def _entry(row: Row, work: _Work) -> tuple[Entry, str]:
         work.problems.append(Problem("stale_aspects", detail, row.key, left_out=False))
         known = None
     if known is not None and known.edited:
-        return known, "edited"
+        return replace(known, by=""), "edited"
     rules = RuleProposer()
+    ruled = rules(Request(row.instruction, row.category))
     name = work.name
     if known is not None and known.proposer == name:
         if name != rules.name:
             return known, known.proposer
-        by = known.by or rules(Request(row.instruction, row.category)).by  # a file of an older version does not say it
-        return replace(known, by=by), by
+        by = known.by or ruled.by  # a file of an older version does not say it
+        if by != "nothing" or ruled.by == "nothing":  # else there is more to go by than there was
+            return replace(known, by=by), by
     proposal = _proposal(row, work)
     if proposal is None:
-        name, proposal = rules.name, rules(Request(row.instruction, row.category))
+        name, proposal = rules.name, ruled
     elif name != rules.name:
         work.unwritten += 1
     mark = aspects_mark(proposal.target, proposal.preserve)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tpips_reward
-from tpips_reward.aspects import Proposer, RuleProposer, write_entries
+from tpips_reward.aspects import Proposer, RuleProposer, add_entries
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.cache import ScoreCache, fingerprint
 from tpips_reward.evaluation.checking import SIZE_POLICIES, check_images
@@ -22,6 +22,7 @@ from tpips_reward.evaluation.report import write_report
 from tpips_reward.evaluation.rows import Dataset, first_of
 from tpips_reward.evaluation.scoring import Progress, score_rows, with_scored_outputs
 from tpips_reward.evaluation.summary import summarize
+from tpips_reward.files import check_writable
 from tpips_reward.rewards.reward import PairMetric
 from tpips_reward.rewards.terms import Scale
 
@@ -102,6 +103,7 @@ def evaluate(
     proposals = Path(aspects_file) if aspects_file is not None else Path(output) / ASPECTS_NAME
     keep_inputs(dataset, Path(output), proposals)
     folder = open_folder(Path(output), overwrite=overwrite, resume=resume)
+    check_writable(folder, proposals)
     dataset = check_images(dataset, options.sizes)
     proposed = propose_aspects(dataset, proposals, proposer)
     dataset = proposed.dataset
@@ -111,8 +113,7 @@ def evaluate(
     loaded: PairMetric = metric() if not hasattr(metric, "similarity_pairs") else metric  # type: ignore[assignment]
     clear = partial(clear_folder, folder) if overwrite else None
     cache = ScoreCache(folder / CACHE_NAME, fingerprint(loaded, metric_name), clear)
-    if proposed.entries:  # only now: a run that has failed so far leaves nothing behind
-        write_entries(proposals, proposed.entries)
+    add_entries(proposals, proposed.made)  # only now: a run that has failed so far leaves nothing behind
     sizes = "resize" if options.sizes == "resize" else "keep"
     scores = score_rows(
         dataset.rows,
