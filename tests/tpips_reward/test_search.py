@@ -19,6 +19,7 @@ from tpips_reward.cli import main
 from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.search.index import Index, build_index, probe, write_index
 from tpips_reward.search.ranking import OVERALL, Query, combine, scores
+from tpips_reward.search.staging import Staged, _prefix
 
 ASPECTS = ["lighting", "background color"]
 
@@ -267,6 +268,27 @@ def test_a_thin_image_is_named_as_it_was_given(run, index, metric, tmp_path):
     assert built.info["skipped"] == {"thin.png": f"thin.png {limit}"}
 
 
+@pytest.mark.parametrize(("call", "words"), [(1, "an image made to try it in 'overall'"), (3, "{query} in 'lighting'")])
+def test_numbers_that_are_not_finite_are_named_by_their_query(run, index, folder, metric, monkeypatch, call, words):
+    """The first call is the probe's, the others are the queries'."""
+    calls = []
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(metric, name)
+
+        def embed(self, *arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == call:
+                raise NotFinite("images[0], as a metric says it", 0)
+            return metric.embed(*arguments)
+
+    monkeypatch.setattr("tpips_reward.cli._load", lambda options: Broken())
+    good, bad = folder / "cat" / "cat_0.png", folder / "cat" / "cat_1.png"
+    status, out, err = run("search", index.folder, "--query", good, "lighting", "--query", bad, "lighting")
+    assert status == 2 and not out and f"no finite number for {words.format(query=bad)}:" in err
+
+
 def test_a_photograph_with_broken_notes_is_skipped(metric, tmp_path, photos):
     home = tmp_path / "photos"
     home.mkdir()
@@ -293,32 +315,49 @@ def test_what_a_killed_build_left_is_cleared_and_a_living_ones_is_not(folder, me
     import fcntl
 
     output = tmp_path / "photos.index"
+    mine, others_own = _prefix("photos.index"), _prefix("other.index")
+    assert mine.startswith(".tmp-photos.index-")
+    with monkeypatch.context() as patch:
+        patch.setattr("tpips_reward.search.staging.gethostname", lambda: "another")
+        elsewhere = tmp_path / f"{_prefix('photos.index')}abcdefgh"
+    foreign = {tmp_path / f"{others_own}abcdefgh", elsewhere}
 
     def killed(done: int, total: int) -> None:
-        (mine,) = set(tmp_path.glob(".tmp-*")) - {tmp_path / ".tmp-other.index-abcdefgh"}
-        handle = os.open(mine, os.O_RDONLY)
+        (building,) = set(tmp_path.glob(".tmp-*")) - foreign
+        handle = os.open(building, os.O_RDONLY)
         with pytest.raises(BlockingIOError):  # it is held as long as the build lives
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(handle)
         raise KeyboardInterrupt
 
-    (tmp_path / ".tmp-other.index-abcdefgh").mkdir()
+    for path in foreign:
+        path.mkdir()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # it had no time to clear up
         build_index(folder, ASPECTS, metric, output, metric_name="x", progress=killed)
-    (left,) = tmp_path.glob(".tmp-photos.index-????????")
+    (left,) = tmp_path.glob(f"{mine}????????")
     assert list(left.glob("vectors-*.npy"))
-    held, aside = tmp_path / ".tmp-photos.index-abcdefgh", tmp_path / ".tmp-photos.index-bcdefghi-old"
+    held, aside = tmp_path / f"{mine}abcdefgh", tmp_path / f"{mine}bcdefghi-old"
     for path in (held, aside):
         path.mkdir()
     living = os.open(held, os.O_RDONLY)
     fcntl.flock(living, fcntl.LOCK_EX)
-    others = {held, tmp_path / ".tmp-other.index-abcdefgh", output}
+    others = {held, *foreign, output}
     build_index(folder, ASPECTS, metric, output, metric_name="x")
     assert set(tmp_path.iterdir()) == {*others, aside}  # an index that was moved aside may have been the only one
     os.close(living)
     build_index(folder, ASPECTS, metric, output, metric_name="x", overwrite=True)
     assert set(tmp_path.iterdir()) == others - {held}
+
+
+def test_an_output_may_have_the_longest_name_of_all(tmp_path):
+    names = ("x" * 255, "x" * 254 + "y", "xä" * 85)
+    for text in ("old", "new"):
+        for name in names:
+            with Staged(tmp_path / name, lambda: None) as staging:
+                (staging / "index.json").write_text(text)
+    assert {path.name: (path / "index.json").read_text() for path in tmp_path.iterdir()} == dict.fromkeys(names, "new")
+    assert _prefix("x" * 255) != _prefix("x" * 254 + "y")  # a build of one clears nothing of the other's
 
 
 @pytest.mark.parametrize("place", ["/proc/x.index", "/proc/new/x.index"])

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tpips_reward.answers import asked, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode
 from tpips_reward.metric import Metric
@@ -57,15 +58,17 @@ def run_search(options: argparse.Namespace, load: Callable[[str], Metric]) -> No
         TPIPSError: a query that is none, an aspect that is not indexed, other weights than the index's.
     """
     index = Index(options.index)
-    asked = [parse_query(words, index) for words in options.query]
+    queried = [parse_query(words, index) for words in options.query]
     if options.top < 1:
         raise TPIPSError(f"--top is {options.top}; ask for at least one image.")
-    opened = [decode(ImageFile(path).read(), str(path)) for path, _, _ in asked]
+    opened = [decode(ImageFile(path).read(), str(path)) for path, _, _ in queried]
     metric = load(options.metric or index.metric)
     index.check_metric(metric)
     queries = []
-    for image, (_, aspect, weight) in zip(opened, asked, strict=True):
-        vectors = metric.embed(image, [aspect, OVERALL])[0].float().cpu().numpy()
+    for image, (path, aspect, weight) in zip(opened, queried, strict=True):
+        labels = [asked(name, str(path)) for name in (aspect, OVERALL)]
+        with named(labels.__getitem__):
+            vectors = metric.embed(image, [aspect, OVERALL])[0].float().cpu().numpy()
         queries.append(Query(aspect, vectors[0], vectors[1], weight))
     found = index.search(combine(queries, options.overall_weight), options.top)
     likenesses = similarities(index, queries, found)

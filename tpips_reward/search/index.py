@@ -226,12 +226,17 @@ def write_index(
 
 
 def probe(metric: Metric) -> np.ndarray:
-    """(D,) float32: the overall embedding of a fixed image, two crossed ramps of 64 x 64 pixels."""
+    """(D,) float32: the overall embedding of a fixed image, two crossed ramps of 64 x 64 pixels.
+
+    Raises:
+        NotFinite: NaN or infinite numbers.
+    """
     ramp = np.linspace(0, 255, 64).astype(np.uint8)
     image = np.stack(
         [np.tile(ramp, (64, 1)), np.tile(ramp[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], axis=2
     )
-    return metric.embed(image, OVERALL)[0].float().cpu().numpy()
+    with named(lambda _: asked(OVERALL, "an image made to try it")):
+        return metric.embed(image, OVERALL)[0].float().cpu().numpy()
 
 
 def check_aspects(aspects: Sequence[str]) -> list[str]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import TEMPORARY, lock_folder
+
+#: Bytes of the output's name in the staging folder's.
+_SHOWN = 100
 
 
 class Staged:
@@ -26,7 +31,7 @@ class Staged:
         self.output, self._check = output, check
 
     def __enter__(self) -> Path:
-        prefix = f"{TEMPORARY}{self.output.name}-"
+        prefix = _prefix(self.output.name)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             _clear_killed(self.output, prefix)
@@ -63,8 +68,18 @@ class Staged:
             _unlock(self._lock)
 
 
+def _prefix(name: str) -> str:
+    """What the staging folders of one output begin with on one machine: on a shared disk, a lock may count on one only.
+
+    A name may be so long that nothing can be added to it, so it is cut; the digest keeps outputs apart, and machines.
+    """
+    whole = os.fsencode(name)
+    digest = hashlib.sha256(os.fsencode(gethostname()) + b"\0" + whole).hexdigest()[:8]
+    return f"{TEMPORARY}{whole[:_SHOWN].decode(errors='ignore')}-{digest}-"
+
+
 def _clear_killed(output: Path, prefix: str) -> None:
-    """Removes what builds of the same output have left that were killed: nobody holds the lock on their folders.
+    """Removes what killed builds of the same output have left on this machine: nobody holds the lock on their folders.
 
     What a build had moved aside stays until there is an output again: it may be the only one.
     """
