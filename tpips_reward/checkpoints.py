@@ -311,6 +311,8 @@ def save_metric(
 ) -> None:
     """Write a metric as a folder; every file appears whole or not at all, `tpips_config.json` last.
 
+    One process at a time may save to a folder.
+
     Args:
         metric: as it is; its weights stay where they are.
         folder: made if missing; what it holds of a metric that was saved here before is replaced or removed, other
@@ -349,8 +351,9 @@ def save_metric(
             for path in (path for path in staging.rglob("*") if path.is_file()):
                 make_readable(path)
             _remove_earlier(target, staging)
-            for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME):
-                os.replace(path, target / path.name)
+            _take_place(staging, target)
+        for left in target.glob(f"{_STAGING}*"):  # by processes that were killed
+            shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         raise TPIPSError(f"The metric cannot be saved to {target}: {error}.") from error
 
@@ -375,10 +378,32 @@ def _remove_earlier(target: Path, staging: Path) -> None:
     """What was saved here before and no file takes the place of: loading would read it in place of what is new."""
     earlier = {path for pattern in _OURS for path in target.glob(pattern)}
     for path in sorted(path for path in earlier if path.is_dir() or not (staging / path.name).exists()):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        _remove(path)
+
+
+def _take_place(staging: Path, target: Path) -> None:
+    """Moves the files, the config last.
+
+    A first save that is interrupted takes them away again: without a config they would be another model's.
+    """
+    first = not (target / CONFIG_NAME).exists()
+    paths = sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_NAME)
+    try:
+        for path in paths:
+            os.replace(path, target / path.name)
+    except BaseException:
+        if first and (staging / CONFIG_NAME).exists():
+            for path in paths:
+                if not path.exists():
+                    _remove(target / path.name)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write_weights(

@@ -284,21 +284,49 @@ def test_a_folder_with_other_files_alone_takes_a_metric(metric, tmp_path):
     assert {(tmp_path / name).read_text() for name in others} == {"mine"}
 
 
-def test_what_a_killed_first_save_left_is_our_own(metric, own, tmp_path, monkeypatch, crops):
-    """The weights have taken their place, the rest has not."""
+def test_what_a_killed_first_save_left_is_our_own(metric, own, crops):
+    """The weights have taken their place, the config has not; another one was killed before it had all weights."""
+    files = sorted(path.name for path in own.iterdir())
+    for name in (".saving-abcdefgh", ".saving-bcdefghi"):
+        (own / name).mkdir()
+    (own / "tpips_config.json").rename(own / ".saving-abcdefgh" / "tpips_config.json")
+    (own / ".saving-bcdefghi" / "model.safetensors").write_bytes(b"half")
+    metric.save_pretrained(own)
+    assert torch.equal(load_metric(own, device="cpu").similarity(*crops[:2]), metric.similarity(*crops[:2]))
+    assert sorted(path.name for path in own.iterdir()) == files
 
-    def killed(source, target):
-        os.rename(source, target)
-        if Path(target).name == "model.safetensors":
-            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("tpips_reward.checkpoints.os.replace", killed)
-        patch.setattr("tempfile.TemporaryDirectory.cleanup", lambda self: self._finalizer.detach())
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("last", ["model.safetensors", "tokenizer.json"])
+def test_an_interrupted_first_save_leaves_nothing_that_forbids_the_next(metric, tmp_path, monkeypatch, error, last):
+    replace = os.replace
+
+    def interrupted(source, target):
+        replace(source, target)
+        if Path(target) == tmp_path / last:
+            raise error
+
+    (tmp_path / "README.md").write_text("mine")
+    with monkeypatch.context() as patch, pytest.raises((TPIPSError, KeyboardInterrupt)):
+        patch.setattr(os, "replace", interrupted)
         metric.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").is_file() and not (tmp_path / "tpips_config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     metric.save_pretrained(tmp_path)
-    assert torch.equal(load_metric(tmp_path, device="cpu").similarity(*crops[:2]), metric.similarity(*crops[:2]))
+    assert load_metric(tmp_path, device="cpu")
+
+
+def test_a_later_save_that_is_interrupted_takes_nothing_away(metric, own, monkeypatch):
+    files = sorted(path.name for path in own.iterdir())
+
+    def refuse(source, target):
+        if Path(target).name == "tpips_config.json":
+            raise OSError(5, "Input/output error")
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(TPIPSError, match="cannot be saved"):
+        patch.setattr(os, "replace", refuse)
+        metric.save_pretrained(own)
+    assert sorted(path.name for path in own.iterdir()) == files
 
 
 def test_an_option_of_mid_fusion_denies_no_adapters_of_late(released):
