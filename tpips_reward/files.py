@@ -13,7 +13,7 @@ from tpips_reward.errors import TPIPSError
 
 #: Begins the names of temporary files; what a killed process left can be told by it.
 TEMPORARY = ".tmp-"
-#: In bytes; of every usual file system.
+#: On the usual file systems: in bytes, on Windows in letters of UTF-16.
 _LONGEST_NAME = 255
 
 
@@ -46,9 +46,13 @@ def check_writable(folder: Path | None, file: Path | None = None) -> None:
 
 def _can_be_named(path: Path) -> bool:
     try:
-        return all(len(name) <= _LONGEST_NAME and 0 not in name for name in map(os.fsencode, path.parts))
+        return all(_length(name) <= _LONGEST_NAME and "\0" not in name for name in path.parts)
     except UnicodeEncodeError:
         return False
+
+
+def _length(name: str) -> int:
+    return len(name.encode("utf-16-le", "surrogatepass")) // 2 if os.name == "nt" else len(os.fsencode(name))
 
 
 def lock_folder(folder: Path, *, wait: bool = False) -> int | None:

@@ -81,7 +81,8 @@ def read_pairs(path: Path, aspects: Sequence[str]) -> list[PairRow]:
         aspects: of rows that name none.
 
     Raises:
-        TPIPSError: no rows, or rows that cannot be used: every fault is listed with its line, missing files too.
+        TPIPSError: no rows, or rows that cannot be used: the first twenty faults are listed with their lines, missing files
+            too, and the others counted.
     """
     check_aspects(aspects)
     entries: list[tuple[str, dict[str, Any] | TPIPSError]]

@@ -27,6 +27,12 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     ):  # fmt: skip
         with pytest.raises(TPIPSError, match=f"{message}.* for the output"):
             check_writable(*arguments)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:  # NTFS counts letters
+        patch.setattr("os.name", "nt")
+        check_writable(tmp_path / ("ä" * 255))
+        for letters in ("ä" * 256, "\N{GRINNING FACE}" * 128):
+            with pytest.raises(TPIPSError, match=name):
+                check_writable(tmp_path / letters)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(TPIPSError, match=f"{tmp_path} may not be written to; mend its rights"):
         check_writable(tmp_path / "new")
