@@ -120,7 +120,7 @@ def test_another_model_where_the_metric_is_to_be_saved_is_found_first(name: str,
     other.parent.mkdir(parents=True)
     other.write_bytes(b"another model's")
     with pytest.raises(TPIPSError, match=f"{name} holds model.safetensors, and no metric was saved there"):
-        train.run(tiny(start, tmp_path / "run", overwrite=True))
+        train.main(tiny(start, tmp_path / "run", overwrite=True))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
 
 
