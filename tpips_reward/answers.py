@@ -11,7 +11,7 @@ from torch import Tensor
 from tpips_reward.errors import NotFinite, TPIPSError
 
 
-def asked(aspect: str | None, *images: str) -> str:
+def name_comparison(aspect: str | None, *images: str) -> str:
     """What messages call images that are compared in an aspect."""
     return f"{' and '.join(images)} in {'overall similarity' if aspect is None else repr(aspect)}"
 
@@ -47,7 +47,7 @@ def named(label: Callable[[int], str]) -> Iterator[None]:
         raise _not_finite(error.position, label) from None
 
 
-def pair_similarities(
+def checked_similarities(
     metric: Any,
     images: Any,
     references: Any,
@@ -60,7 +60,7 @@ def pair_similarities(
     Args:
         metric: anything with `similarity_pairs`; `tpips_reward.Metric` and a user's own give the same errors.
         images, references, pairs, options: its arguments.
-        label: what the pair at a position is of, such as `asked` says it.
+        label: what the pair at a position is of, such as `name_comparison` says it.
 
     Raises:
         NotFinite: NaN or infinite numbers, with the position of the pair.

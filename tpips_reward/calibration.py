@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpips_reward.answers import asked, pair_similarities
+from tpips_reward.answers import checked_similarities, name_comparison
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_text
 
@@ -179,9 +179,9 @@ def probe_answers(metric: Any) -> list[float]:
     pairs = [(0, 0, "overall"), (0, 0, "background color"), (0, 0, "lighting")]
 
     def label(position: int) -> str:
-        return asked(pairs[position][2], "two images made to try it")
+        return name_comparison(pairs[position][2], "two images made to try it")
 
-    answers = pair_similarities(metric, [first], [second], pairs, label)
+    answers = checked_similarities(metric, [first], [second], pairs, label)
     return answers.detach().float().tolist()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpips_reward.answers import asked, check_finite
+from tpips_reward.answers import check_finite, name_comparison
 from tpips_reward.attention import choose_kernel
 from tpips_reward.backbone import Backbone
 from tpips_reward.calibration import Calibration
@@ -153,7 +153,7 @@ class Metric:
 
         def label(row: int) -> str:
             left, right, aspect = pairs[row]
-            return asked(aspect, f"a[{left}]", f"b[{right - len(first)}]")
+            return name_comparison(aspect, f"a[{left}]", f"b[{right - len(first)}]")
 
         check_finite(scores, label)
         return scores if _is_one_aspect(aspects) else scores.view(count, len(names))
@@ -200,7 +200,7 @@ class Metric:
 
         def label(row: int) -> str:
             left, right, aspect = pairs[row]
-            return asked(aspect, f"images[{left}]", f"references[{right}]")
+            return name_comparison(aspect, f"images[{left}]", f"references[{right}]")
 
         return check_finite(self._pair_scores(both, chosen, graph), label)
 
@@ -227,7 +227,8 @@ class Metric:
             unique, position = distinct_images(tensors)
             vectors = self.fusion.embed(unique, [names] * len(unique))
             stacked = torch.stack([vectors[index] for index in position])
-        check_finite(stacked.flatten(0, 1), lambda row: asked(names[row % len(names)], f"images[{row // len(names)}]"))
+        labels = [name_comparison(name, f"images[{index}]") for index in range(len(stacked)) for name in names]
+        check_finite(stacked.flatten(0, 1), labels.__getitem__)
         return stacked[:, 0] if _is_one_aspect(aspects) else stacked
 
     def odd_one_out(
@@ -267,7 +268,7 @@ class Metric:
 
         def label(row: int) -> str:
             *members, aspect = triplets[row]
-            return asked(aspect, *(f"images[{index}]" for index in members))
+            return name_comparison(aspect, *(f"images[{index}]" for index in members))
 
         if self.is_pairwise:
             # the pair that speaks for image k is that of the other two

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tpips_reward.answers import asked, pair_similarities
+from tpips_reward.answers import checked_similarities, name_comparison
 from tpips_reward.errors import NotFinite, TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode, image_size
 from tpips_reward.evaluation.tables import csv_rows, jsonl_rows
@@ -139,10 +139,10 @@ def _similarities(
     metric: Any, pixels: list[Tensor], pairs: Sequence[tuple[int, int, str]], owners: Sequence[PairRow]
 ) -> list[float]:
     def label(position: int) -> str:
-        return asked(pairs[position][2], str(owners[position].first), str(owners[position].second))
+        return name_comparison(pairs[position][2], str(owners[position].first), str(owners[position].second))
 
     try:
-        return pair_similarities(metric, pixels, pixels, pairs, label, differentiable=False).tolist()
+        return checked_similarities(metric, pixels, pixels, pairs, label, differentiable=False).tolist()
     except NotFinite as error:
         raise _placed(owners[error.position].place, error) from error
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tpips_reward.answers import asked, pair_similarities
+from tpips_reward.answers import checked_similarities, name_comparison
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.cache import Known, ScoreCache
 from tpips_reward.evaluation.controls import COPY, NOISE, OTHER, noise_image, other_sources
@@ -185,7 +185,7 @@ class _Call:
         """What an error calls a pair: the source, the model or control, and its output."""
         row, name = self.owners[position]
         file = f" ({row.outputs[name].label})" if name in row.outputs else ""
-        return asked(self.pairs[position][2], row.source.label, name + file)
+        return name_comparison(self.pairs[position][2], row.source.label, name + file)
 
 
 def _score_batch(
@@ -200,7 +200,7 @@ def _score_batch(
             ready.append(job)
     if call.pairs:
         with torch.no_grad():
-            answers = pair_similarities(metric, call.images, call.references, call.pairs, call.label).double().tolist()
+            answers = checked_similarities(metric, call.images, call.references, call.pairs, call.label).double().tolist()
         found: dict[str, Known] = {}
         for (source, output, aspect), value in zip(call.places, answers, strict=True):
             found.setdefault(source, {}).setdefault(output, {})[aspect] = value

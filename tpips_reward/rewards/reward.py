@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tpips_reward.answers import asked, pair_similarities
+from tpips_reward.answers import checked_similarities, name_comparison
 from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.errors import TPIPSError
 from tpips_reward.rewards.aspects import AspectsArgument, sample_name
@@ -190,9 +190,9 @@ class TPIPSReward:
     def _measure(self, edits: list[Any], table: PairTable) -> Tensor:
         def label(position: int) -> str:
             sample, _, aspect = table.pairs[position]
-            return asked(aspect, sample_name(sample, len(edits)).lower())
+            return name_comparison(aspect, sample_name(sample, len(edits)).lower())
 
-        return pair_similarities(
+        return checked_similarities(
             self.metric, edits, table.references, table.pairs, label, value_range=self.value_range
         ).float()
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tpips_reward.answers import asked, named
+from tpips_reward.answers import name_comparison, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import ImageFile, decode
 from tpips_reward.metric import Metric
@@ -66,7 +66,7 @@ def run_search(options: argparse.Namespace, load: Callable[[str], Metric]) -> No
     index.check_metric(metric)
     queries = []
     for image, (path, aspect, weight) in zip(opened, queried, strict=True):
-        labels = [asked(name, str(path)) for name in (aspect, OVERALL)]
+        labels = [name_comparison(name, str(path)) for name in (aspect, OVERALL)]
         with named(labels.__getitem__):
             vectors = metric.embed(image, [aspect, OVERALL])[0].float().cpu().numpy()
         queries.append(Query(aspect, vectors[0], vectors[1], weight))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tpips_reward.answers import asked, named
+from tpips_reward.answers import name_comparison, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import IMAGE_SUFFIXES, ImageFile, decode
 from tpips_reward.files import check_writable, write_text
@@ -187,7 +187,7 @@ def build_index(
                 except TPIPSError as error:
                     skipped[label] = str(error)
             if batch:
-                labels = [asked(name, path) for path in batch for name in names]
+                labels = [name_comparison(name, path) for path in batch for name in names]
                 with named(labels.__getitem__):
                     vectors = metric.embed(list(batch.values()), names).float().cpu().numpy()
                 arrays = arrays or _open_arrays(staging, len(names), len(files), vectors.shape[2])
@@ -235,7 +235,7 @@ def probe(metric: Metric) -> np.ndarray:
     image = np.stack(
         [np.tile(ramp, (64, 1)), np.tile(ramp[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], axis=2
     )
-    with named(lambda _: asked(OVERALL, "an image made to try it")):
+    with named(lambda _: name_comparison(OVERALL, "an image made to try it")):
         return metric.embed(image, OVERALL)[0].float().cpu().numpy()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpips_reward.answers import asked, check_finite, named
+from tpips_reward.answers import check_finite, name_comparison, named
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_atomic, write_text
 from tpips_reward.video.frames import Frame
@@ -52,7 +52,7 @@ def measure(
     seconds: list[float] = []
     rows: list[Tensor] = []
     for part in _batches(frames, batch):
-        labels = [asked(name, f"frame {frame.number}", "the reference") for frame in part for name in names]
+        labels = [name_comparison(name, f"frame {frame.number}", "the reference") for frame in part for name in names]
         with torch.no_grad(), named(labels.__getitem__):
             found = metric.similarity([frame.pixels for frame in part], reference, names).float().cpu()
         check_finite(found.flatten(), labels.__getitem__)
