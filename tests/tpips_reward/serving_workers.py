@@ -58,6 +58,12 @@ def interrupted_rewards() -> MetricRewards:
     raise TPIPSError("nobody has ended the loading")
 
 
+def endless_rewards() -> MetricRewards:
+    """Loading that somebody else has to end."""
+    time.sleep(60)
+    raise TPIPSError("nobody has ended the loading")
+
+
 class LocalWorker:
     """A worker in the test's own process, which dies when it is told to."""
 
@@ -77,8 +83,11 @@ class LocalWorker:
         self.gate.set()
 
     def start(self) -> None:
+        self.stopped = False
         self.starts += 1
         self.start_gate.wait(20)
+        if self.stopped:
+            raise WorkerDied("its process ended")
         if self.starts_that_fail:
             self.starts_that_fail -= 1
             raise self.surprise or WorkerDied("/srv/metric cannot be read")
@@ -94,6 +103,7 @@ class LocalWorker:
 
     def stop(self) -> None:
         self.stopped = True
+        self.start_gate.set()
 
 
 @contextmanager

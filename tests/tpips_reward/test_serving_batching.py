@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -14,8 +15,10 @@ import httpx2 as httpx
 import pytest
 from serving_workers import LocalWorker, encoded, expected_scores, picture, request_of, running
 
-from tpips_reward.serving.batching import DEATHS_OF_AN_ITEM
+from tpips_reward.serving.batching import DEATHS_OF_AN_ITEM, Batcher
+from tpips_reward.serving.items import Answer, Item, Scored
 from tpips_reward.serving.limits import Limits
+from tpips_reward.serving.metrics import ServerMetrics
 
 
 def post(address: str, body: Any) -> httpx.Response:
@@ -27,8 +30,8 @@ def scores(response: httpx.Response) -> list[float]:
     return [row["score"] for row in response.json()["results"]]
 
 
-def wait_for(condition: Any, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
@@ -162,7 +165,7 @@ def test_a_worker_that_dies_idle_is_seen_and_started_again(caplog):
     with running([worker]) as address:
         worker.start_gate.clear()
         worker.is_alive = False
-        wait_for(lambda: worker.starts == 1, seconds=2)
+        wait_for(lambda: worker.starts == 1)
         assert httpx.get(f"{address}/health").status_code == 503
         assert "tpips_reward_workers 0.0" in httpx.get(f"{address}/metrics").text
         worker.start_gate.set()
@@ -170,8 +173,8 @@ def test_a_worker_that_dies_idle_is_seen_and_started_again(caplog):
         assert "tpips_reward_worker_restarts_total 1.0" in httpx.get(f"{address}/metrics").text
         assert scores(post(address, request_of(3))) == pytest.approx(expected_scores(3))
     assert worker.sizes == [3]
-    died, again = [record.getMessage() for record in caplog.records if record.name == "tpips_reward.serving"]
-    assert died == "worker 0 died: its process ended while it was idle" and again.startswith("worker 0 can score again after")
+    assert "worker 0 died: its process ended while it was idle" in caplog.messages
+    assert any(line.startswith("worker 0 can score again after") for line in caplog.messages)
 
 
 def test_an_item_that_kills_the_worker_each_time_is_given_up():
@@ -261,6 +264,59 @@ def test_a_server_that_stops_answers_what_it_accepted():
         assert scores(answer) == pytest.approx(expected_scores(3))
     with pytest.raises(httpx.TransportError):
         post(address, request_of(1))
+
+
+def test_a_start_that_nobody_waits_for_ends_with_the_server():
+    worker = LocalWorker()
+    worker.is_alive = False
+    worker.start_gate.clear()
+
+    async def serve() -> None:
+        batcher = Batcher([worker], Limits(), ServerMetrics())
+        batcher.open()
+        while not worker.starts:
+            await asyncio.sleep(0.01)
+        await batcher.close()
+
+    asyncio.run(serve())
+    assert worker.starts == 1 and not worker.is_alive  # the start did not come to its end
+
+
+def test_a_pause_between_starts_ends_with_the_server(caplog):
+    worker = LocalWorker()
+    worker.is_alive, worker.starts_that_fail = False, 10
+
+    async def serve() -> None:
+        batcher = Batcher([worker], Limits(), ServerMetrics())
+        batcher.open()
+        while "could not be started again" not in caplog.text:
+            await asyncio.sleep(0.01)
+        await batcher.close()
+
+    asyncio.run(serve())
+    assert worker.starts == 1 and worker.stopped
+
+
+def test_a_start_that_items_wait_for_is_waited_for_by_a_server_that_closes():
+    worker = LocalWorker()
+    worker.deaths_left = 1
+    worker.start_gate.clear()
+
+    async def serve() -> list[Answer]:
+        batcher = Batcher([worker], Limits(), ServerMetrics())
+        batcher.open()
+        scoring = asyncio.create_task(batcher.score([Item("tpips:preserve", picture(1), picture(0), ("lighting",), ())]))
+        while not worker.starts:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0.1)  # in which it could end the start
+        worker.start_gate.set()
+        answers = await scoring
+        await closing
+        return answers
+
+    (answer,) = asyncio.run(serve())
+    assert isinstance(answer, Scored) and answer.score == pytest.approx(expected_scores(1, preserve=["lighting"])[0])
 
 
 def test_many_clients_get_their_own_answers():

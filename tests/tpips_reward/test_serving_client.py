@@ -193,7 +193,7 @@ def test_patience_ends_in_an_error_and_not_in_zeros():
 
 
 def test_a_server_that_is_not_there():
-    with pytest.raises(RemoteRewardError, match=r"no answer for 0\.[5-9] s"):
+    with pytest.raises(RemoteRewardError, match=r"no answer for \d+\.\d s"):
         ask("remote:http://127.0.0.1:9", patience=0.5)
 
 
@@ -231,6 +231,7 @@ class Clock:
         (503, [0, 0.25, 0.75, 1.75, 3.75, 7.75, 15.75, 30.75, 45.75, 60]),
         ((429, {"Retry-After": "7"}), [0, 7, 14, 21, 28, 35, 42, 49, 56, 60]),
         ((503, {"Retry-After": "3600"}), [0, 60]),
+        ((503, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}), [*range(61)]),
     ],
 )
 def test_the_last_attempt_is_made_when_patience_ends(monkeypatch, outcome, attempts):
@@ -254,9 +255,24 @@ def test_pauses_start_short_again_when_the_server_answers_something_else(monkeyp
     assert clock.attempts == [0, 0.25, 0.75, 1.75, 3.75, 7.75, 15.75, 16.0, 16.5, 18.5, 20.5]
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "attempts"),
+    [
+        ([502, 503], [0, 0.25, 0.75, 1.75, 3.75, 7.75, 15.75, 30.75, 45.75, 60]),
+        ([None, 503], [0, 0.25, 0.5, 1, 2, 4, 8, 16, 31, 46, 60]),  # short again once
+    ],
+)
+def test_pauses_grow_while_the_failures_alternate(monkeypatch, outcomes, attempts):
+    """Two servers behind a balancer, of which each says something else, or one that comes and goes."""
+    clock = Clock(monkeypatch, *outcomes * 500)
+    with pytest.raises(RemoteRewardError, match=r"no answer for 60\.0 s"):
+        RemoteReward("remote:http://x", patience=60.0).info  # noqa: B018
+    assert clock.attempts == attempts
+
+
 def test_nobody_waits_for_anothers_first_contact():
     """Neither the client of another server, nor a thread that shares a reward: their patience passes at one time."""
-    inside, begin = threading.Barrier(4, timeout=10), time.monotonic()
+    inside = threading.Barrier(4, timeout=10)
 
     class Meeting(RemoteReward):
         def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
@@ -267,7 +283,7 @@ def test_nobody_waits_for_anothers_first_contact():
     rewards = [shared, shared, Meeting("remote:http://x"), Meeting("remote:http://y")]
     with ThreadPoolExecutor(4) as pool:
         assert [info.result() for info in [pool.submit(lambda r=r: r.info) for r in rewards]] == [HEALTH] * 4
-    assert shared.info == HEALTH and time.monotonic() - begin < 10  # asked no more
+    assert shared.info == HEALTH  # asked no more: the barrier would break
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import torch
 import uvicorn
 from serving_workers import (
     LocalWorker,
+    endless_rewards,
     expected_scores,
     interrupted_rewards,
     picture,
@@ -199,6 +200,20 @@ def test_a_busy_worker_can_be_ended(worker):
     worker.stop()
     thread.join(10)
     assert len(found) == 1 and not worker.is_alive
+
+
+def test_a_worker_that_loads_can_be_ended():
+    """As a server does that closes: at once, for who loads sees no closed pipe."""
+    worker = WorkerProcess(endless_rewards, seconds=20)
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(worker.start)
+        while not worker._busy:
+            assert not start.done(), start.result()
+            time.sleep(0.01)
+        worker.stop()
+        with pytest.raises(WorkerDied, match="its process ended"):
+            start.result()
+    assert not worker.is_alive and not worker._busy
 
 
 def test_the_command_from_start_to_sigterm(tmp_path: Path, parity, photos, metric):

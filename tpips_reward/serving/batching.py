@@ -71,10 +71,14 @@ class Batcher:
         self._changed = asyncio.Condition()
         self._items = self._pixels = 0  # admitted and not yet answered
         self._rate = 0.0  # items a second, of the last batches
-        self._ready = len(workers)
+        self._down: set[Worker] = set()  # these have to be started again
         self._closing = False
         self._threads = ThreadPoolExecutor(len(workers), thread_name_prefix="worker")
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def _ready(self) -> int:
+        return len(self.workers) - len(self._down)
 
     @property
     def is_ready(self) -> bool:
@@ -87,10 +91,15 @@ class Batcher:
         self.metrics.workers.set(self._ready)
 
     async def close(self) -> None:
-        """Answers everything that was accepted, and ends the workers."""
+        """Answers everything that was accepted, and ends the workers; those at once that are started for nobody."""
         async with self._changed:
             self._closing = True
             self._changed.notify_all()
+        while not all(task.done() for task in self._tasks):
+            if self._is_done():  # again and again, for a start whose process is not there yet does not see it
+                # not in the batcher's own threads: the starts have them
+                await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self._down))
+            await asyncio.wait(self._tasks, timeout=CHECK_SECONDS)
         await asyncio.gather(*self._tasks)
         for worker in self.workers:
             await asyncio.get_running_loop().run_in_executor(self._threads, worker.stop)
@@ -156,8 +165,7 @@ class Batcher:
         """
         async with self._changed:
             while True:
-                self._drop_cancelled()
-                if self._closing and not self._pending:
+                if self._is_done():
                     return []
                 if not worker.is_alive:
                     raise WorkerDied("its process ended while it was idle")
@@ -184,6 +192,11 @@ class Batcher:
                 break
         self._drop_cancelled()
         return bool(self._pending)
+
+    def _is_done(self) -> bool:
+        """Whether the server is closing and nothing waits."""
+        self._drop_cancelled()
+        return self._closing and not self._pending
 
     def _drop_cancelled(self) -> None:
         if any(job.future.cancelled() for job in self._pending):
@@ -236,27 +249,40 @@ class Batcher:
 
     async def _restart(self, worker: Worker, death: Exception) -> bool:
         """Starts a worker again, with longer and longer pauses where that fails; False where the server closes first."""
-        self._ready -= 1
+        self._down.add(worker)
         self.metrics.workers.set(self._ready)
         name, begin = f"worker {self.workers.index(worker)}", time.monotonic()
         _log_death(f"{name} died", death)
         loop = asyncio.get_running_loop()
         for attempt in count(1):
+            if self._is_done():
+                return False
             try:
                 await loop.run_in_executor(self._threads, worker.start)
                 break
             except Exception as error:  # noqa: BLE001 - as above
+                if self._is_done():  # `close` has ended it
+                    return False
                 _log_death(f"{name} could not be started again", error)
                 if self._ready == 0 and (attempt >= FAILED_STARTS or self._closing):
                     self._give_up(error)
                 if self._closing:
                     return False
-                await asyncio.sleep(min(LONGEST_PAUSE, 2.0**attempt))
-        self._ready += 1
+                await self._pause(min(LONGEST_PAUSE, 2.0**attempt))
+        self._down.remove(worker)
         self.metrics.restarts.inc()
         self.metrics.workers.set(self._ready)
         _log.warning("%s can score again after %.1f s", name, time.monotonic() - begin)
         return True
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits so long, or until the server closes; new items do not end it, or each would cost a start."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait_for(lambda: self._closing)
+            except TimeoutError:
+                pass
 
     def _give_up(self, cause: Exception) -> None:
         """Tells the items that wait that no worker can score them, all with one error."""

@@ -1,8 +1,8 @@
 """`remote:http://host:port`: the reward of a server, called as a `TPIPSReward` is.
 
 A request that fails for a reason that may pass (no connection, a time-out, 408, 429, 502, 503, 504, also of one item) is
-sent again, with growing pauses, for at most `patience` seconds. Then, and for every other failure, the call raises: no error becomes a
-score.
+sent again, with growing pauses; no attempt begins later than `patience` seconds after the first. Then, and for every other
+failure, the call raises: no error becomes a score.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class RemoteReward:
         reward: a spec such as "tpips:edit"; None is what the server was started with.
         token: what the server asks for; default: the environment's TPIPS_REWARD_TOKEN.
         timeout: seconds for one answer; to connect it has five at most.
-        patience: seconds for which a request is tried again before the call raises; the last attempt begins when they end.
+        patience: seconds for which a request is tried again before the call raises: no attempt begins later than that
+            after the first.
         value_range: lowest and highest value of float images.
 
     Raises:
@@ -198,19 +199,21 @@ class RemoteReward:
             raise RemoteRewardError(f"{self.address} gave {str(aspects)[:200]} for the aspects of {name}.")
 
     def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        """The JSON of an answer; tried again while the failure may pass, for the last time when patience ends.
+        """The JSON of an answer; tried again while the failure may pass, and patience lasts.
 
-        Pauses grow while the same happens again; a server that says when to come again is taken at its word.
+        Pauses grow, and start short again once: at the first answer after a failed connection, for the server is coming up.
+        Seconds in a Retry-After are waited instead, one where it holds a date; no pause is longer than what patience is left.
         """
         begin = time.monotonic()
         pause = _FIRST_PAUSE
-        status: int | None = None
+        was_away = came_up = False
         while True:
-            before, status, asked = status, None, 0.0
+            asked = 0.0
             try:
                 response = self._client.request(method, path, **content)
             except (httpx.TransportError, httpx.TimeoutException) as error:
                 reason = f"{type(error).__name__}: {error}"
+                was_away = True
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise RemoteRewardError(f"{self.address} cannot be asked: {error}.") from error
             else:
@@ -225,14 +228,14 @@ class RemoteReward:
                     reason = _reason(response)
                     if status not in _MAY_PASS:
                         raise RemoteRewardError(f"{self.address}{path} refuses: {reason}")
+                if was_away and not came_up:
+                    pause, came_up = _FIRST_PAUSE, True
             passed = time.monotonic() - begin
             if passed >= self.patience:
                 raise RemoteRewardError(
                     f"{self.address}{path} gave no answer for {passed:.1f} s ({reason}); start the server, or raise "
                     "patience. No score is made of it."
                 )
-            if status is not None and status != before:
-                pause = _FIRST_PAUSE
             # not all clients at one time
             wait = asked + random.uniform(0.0, _FIRST_PAUSE) if asked else pause * random.uniform(1.0, 1.5)
             time.sleep(min(wait, self.patience - passed))

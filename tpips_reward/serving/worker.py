@@ -135,7 +135,7 @@ def _is_of_device(error: Exception) -> bool:
 
 
 class WorkerProcess:
-    """A process with rewards; `start` it, let it `score`, `stop` it. Not for several threads at one time.
+    """A process with rewards; `start` it, let it `score`, `stop` it. Only `stop` may come from another thread.
 
     Args:
         source: called in the process; must be picklable.
@@ -160,7 +160,7 @@ class WorkerProcess:
 
         Raises:
             TPIPSError: what loading raised.
-            WorkerDied: the process ended while loading.
+            WorkerDied: the process ended while loading, such as by `stop` in another thread.
         """
         self.stop()
         context = multiprocessing.get_context("spawn")  # a forked CUDA context cannot be used
@@ -174,7 +174,11 @@ class WorkerProcess:
         finally:
             theirs.close()
         self._process, self._pipe = process, pipe
-        kind, content = _receive(process, pipe, LOAD_SECONDS)
+        self._busy = True  # it looks at nothing while it loads
+        try:
+            kind, content = _receive(process, pipe, LOAD_SECONDS)
+        finally:
+            self._busy = False
         if kind != "ready":
             self.stop()
             raise TPIPSError(content)
