@@ -282,19 +282,29 @@ def test_a_start_that_nobody_waits_for_ends_with_the_server():
     assert worker.starts == 1 and not worker.is_alive  # the start did not come to its end
 
 
-def test_a_pause_between_starts_ends_with_the_server(caplog):
+def test_a_pause_between_starts_ends_with_the_server(monkeypatch, caplog):
+    """And no start follows."""
     worker = LocalWorker()
-    worker.is_alive, worker.starts_that_fail = False, 10
+    worker.is_alive, worker.starts_that_fail = False, 100
 
-    async def serve() -> None:
+    def failures() -> int:
+        return caplog.text.count("could not be started again")
+
+    async def serve() -> int:
+        monkeypatch.setattr("tpips_reward.serving.batching.LONGEST_PAUSE", 0.01)
         batcher = Batcher([worker], Limits(), ServerMetrics())
         batcher.open()
-        while "could not be started again" not in caplog.text:
+        while failures() < 6:
             await asyncio.sleep(0.01)
-        await batcher.close()
+        monkeypatch.setattr("tpips_reward.serving.batching.LONGEST_PAUSE", 60.0)
+        short = failures()
+        while failures() == short:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(batcher.close(), 20)
+        return short + 1
 
-    asyncio.run(serve())
-    assert worker.starts == 1 and worker.stopped
+    expected = asyncio.run(serve())
+    assert worker.starts == expected
 
 
 def test_a_start_that_items_wait_for_is_waited_for_by_a_server_that_closes():
