@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from fake_metrics import RegionMetric
 from PIL import Image
 
 import tpips_reward.cli
-from tpips_reward.aspects import ModelProposer, ProposalError, Request, RuleProposer, add_entries, parse_proposer, propose
+from tpips_reward.aspects import (
+    ModelProposer,
+    ProposalError,
+    Request,
+    RuleProposer,
+    add_entries,
+    parse_proposer,
+    propose,
+    read_entries,
+)
 from tpips_reward.aspects.proposers import parse_answer
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation import Settings, evaluate, read_manifest
@@ -273,6 +283,9 @@ def test_corrections_made_while_the_metric_loads_stay(bare, tmp_path):
 
     evaluate(read_manifest(bare), correct, tmp_path / "r", settings=Settings(resamples=200), overwrite=True)
     assert read_lines(path) == entries
+    # as another evaluation writes what it had read before the correction
+    add_entries(path, {"000": replace(read_entries(path)["001"], instruction=entries[1]["instruction"])})
+    assert read_lines(path)[1]["target"] == ["wheel color"]
 
 
 def test_an_interruption_keeps_what_was_proposed(bare, tmp_path):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpips_reward.aspects.rules import BASES
@@ -92,13 +92,17 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 def add_entries(path: Path, made: Mapping[str, Entry]) -> None:
     """Adds entries to the file, or replaces those of the same keys. The others stay as they are in the file now: people
-    and other evaluations may have written to it since it was read. Without entries nothing is written.
+    and other evaluations may have written to it since it was read; what a person wrote there for the same instruction
+    stays too. Without entries nothing is written.
 
     Raises:
         TPIPSError: as `read_entries` and `write_entries`.
     """
     if made:
-        write_entries(path, {**read_entries(path), **made})
+        now = read_entries(path)
+        written = {key: e for key, e in now.items() if key in made and e.edited and e.instruction == made[key].instruction}
+        kept = {key: replace(e, by="") for key, e in written.items()}
+        write_entries(path, {**now, **made, **kept})
 
 
 def write_entries(path: Path, entries: Mapping[str, Entry]) -> None:

@@ -101,6 +101,7 @@ class Batcher:
                 await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self._down))
             await asyncio.wait(self._tasks, timeout=CHECK_SECONDS)
         await asyncio.gather(*self._tasks)
+        self._give_up(WorkerDied("the server closed"))  # what the last one put back when it died
         for worker in self.workers:
             await asyncio.get_running_loop().run_in_executor(self._threads, worker.stop)
         self._threads.shutdown()
