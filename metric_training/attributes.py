@@ -1,7 +1,8 @@
 """The scenes' parameters as prediction targets beside the votes.
 
 Votes alone teach a model from scratch slowly (what differs is one bit in a triplet). The parameters say at once what can be
-seen, to the vision tower, and which of it an aspect's wording means, to the read-out.
+seen, to the vision tower, and which of it an aspect's wording means, to the read-out. Where the object is, part by part,
+teaches a vision tower from scratch its outline, and so shape and rotation, which single numbers teach it late.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpips_reward.scenes import ASPECTS, PATTERNS, SHAPES, TEXTURES, Scene
+from tpips_reward.scenes import ASPECTS, PATTERNS, SHAPES, TEXTURES, Scene, object_mask
 from tpips_reward.scenes.scene import MAX_COUNT, ROTATION_PERIOD
 
 _CLASSES: dict[str, int] = {
@@ -136,3 +138,38 @@ def attribute_loss(
         counted = torch.ones_like(entropy) if weights is None else weights[name]
         loss = loss + (entropy * counted).sum() / counted.sum().clamp(min=1)
     return loss
+
+
+#: A token's part of the image is told in so many parts a side.
+_PARTS = 8
+
+
+def coverage_targets(scenes: Sequence[Scene], tokens: int) -> Tensor:
+    """How much of each part of the image the object covers, by the token whose part it is.
+
+    Args:
+        scenes: N of them.
+        tokens: of an image; they lie in a square, row by row.
+
+    Returns:
+        (N, tokens, 64) float32 in [0, 1]: 8 x 8 parts a token, row by row.
+    """
+    side = round(tokens**0.5)
+    masks = torch.from_numpy(np.stack([object_mask(scene, side * _PARTS) for scene in scenes]))
+    return masks.view(-1, side, _PARTS, side, _PARTS).transpose(2, 3).reshape(-1, tokens, _PARTS**2)
+
+
+class CoverageHead(nn.Linear):
+    """Predicts from each token how much of its part of the image the object covers, as logits; thrown away after training.
+
+    Args:
+        features: numbers a token.
+    """
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, _PARTS**2)
+
+
+def coverage_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean binary cross-entropy of two (N, tokens, 64), see :func:`coverage_targets`."""
+    return F.binary_cross_entropy_with_logits(logits, targets)

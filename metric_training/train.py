@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -19,18 +20,20 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate import Accelerator
+from torch import nn
 
 from metric_training.data.comparison import DataError
 from metric_training.training.config import TrainConfig, check_config, parse_config
 from metric_training.training.log import Log
 from metric_training.training.model import build_fusion
-from metric_training.training.objectives import build_objective
+from metric_training.training.objectives import Objective, build_objective
 from metric_training.training.output import write_metrics
 from metric_training.training.schedule import Order, dropout_seed, learning_rate_factor
 from metric_training.training.setup import (
     build_accelerator,
     build_loader,
-    build_optimizer,
+    build_optimizers,
     gathered,
     open_tracker,
     stop_everywhere,
@@ -42,6 +45,7 @@ from metric_training.training.state import (
     DIVERGED,
     STATE,
     Diverged,
+    check_same_data,
     clear_folder,
     open_folder,
     restore,
@@ -49,9 +53,15 @@ from metric_training.training.state import (
     write_checkpoint,
 )
 from metric_training.training.validation import build_validation
+from tpips_reward import TPIPSError
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.stopping import Interrupted, StopSignal
+
+_FULL = (
+    "The memory of the device was full in {}. Give --gradient_checkpointing or a lower --token_budget and go on with --resume, "
+    "or start anew with a smaller --per_device_train_batch_size and more --gradient_accumulation_steps."
+)
 
 
 def main(config: TrainConfig) -> None:
@@ -71,6 +81,25 @@ def main(config: TrainConfig) -> None:
             raise
 
 
+def accumulate_gradients(
+    accelerator: Accelerator, model: nn.Module, objective: Objective, passes: Sequence[Any], progress: float
+) -> float:
+    """Adds the gradients of a step, pass by pass, to those of the model.
+
+    Returns:
+        The loss, a mean over what the objective weighs in all passes of all processes.
+    """
+    weight = total(accelerator, sum(objective.weight(batch) for batch in passes))
+    loss = 0.0
+    for number, batch in enumerate(passes, 1):
+        with accelerator.no_sync(model) if number < len(passes) else nullcontext():
+            # gradients are averaged over processes, the loss is a sum over all
+            part = objective.loss(model, batch, progress) / weight
+            accelerator.backward(part * accelerator.num_processes)
+        loss += float(part.detach())
+    return total(accelerator, loss)
+
+
 def run(config: TrainConfig, stop: StopSignal) -> None:
     """The training itself; see `main`."""
     accelerator = build_accelerator(config)
@@ -80,8 +109,8 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
 
     fusion = build_fusion(config)
     objective = build_objective(config, fusion)
-    optimizer = build_optimizer(config, objective.model)
-    model, optimizer = accelerator.prepare(objective.model, optimizer)
+    model, *wrapped = accelerator.prepare(objective.model, *build_optimizers(config, objective.model))
+    optimizers = [wrapper.optimizer for wrapper in wrapped]
     validate = build_validation(config, accelerator, fusion)
     order = Order(
         items=len(objective.examples),
@@ -93,22 +122,31 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
     steps = order.steps(config.num_train_epochs, config.max_steps)
     start, seconds, best = 0, 0.0, -math.inf
     if saved is not None:
-        restore(model, optimizer.optimizer, saved, folder / STATE)
+        check_same_data(saved, objective.examples.digest, config, folder / STATE)
+        restore(model, optimizers, saved, folder / STATE)
         start, seconds, best = saved["step"], saved["seconds"], saved["best"]
     if accelerator.is_main_process:
         clear_folder(folder, anew=saved is None)
         write_text(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
     open_tracker(accelerator, config)
     batches = iter(build_loader(config, objective.examples, order, start, steps, accelerator.process_index))
-    peaks = [group["lr"] for group in optimizer.param_groups] if saved is None else saved["peaks"]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in groups] if saved is None else saved["peaks"]
     clock = time.monotonic() - seconds
     log = Log(accelerator, folder, start, steps)
 
     def save(done: int, name: str = STATE) -> None:
-        content: dict[str, Any] = training_state(model, optimizer.optimizer)
+        content: dict[str, Any] = training_state(model, optimizers)
         content |= {"step": done, "seconds": time.monotonic() - clock, "best": best, "peaks": peaks, "config": asdict(config)}
+        content["data"] = objective.examples.digest
         if accelerator.is_main_process:
             write_checkpoint(folder / name, content)
+
+    def leave(done: int) -> None:
+        """Keeps what is done, before an error ends the run."""
+        if done > start and accelerator.num_processes == 1:  # others would wait for this one
+            save(done)
+        log.close()
 
     model.train()
     for step in range(start, steps):
@@ -118,26 +156,21 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
             log.close()
             raise Interrupted
         factor = learning_rate_factor(step, steps, config.warmup_ratio, config.lr_scheduler_type)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * factor
         torch.manual_seed(dropout_seed(config.seed, step, accelerator.process_index))
         try:
             passes = [unpacked(batch) for batch in islice(batches, order.passes)]
         except DataError as error:
-            if step > start and accelerator.num_processes == 1:  # others would wait for this one
-                save(step)
-            log.close()
+            leave(step)
             raise DataError(f"{error} Mend it and go on with --resume, or take its row out and start anew.") from error
-        weight = total(accelerator, sum(objective.weight(batch) for batch in passes))
-        loss = 0.0
-        for number, batch in enumerate(passes, 1):
-            with accelerator.no_sync(model) if number < len(passes) else nullcontext():
-                # gradients are averaged over processes, the loss is a sum over all
-                part = objective.loss(model, batch, step / steps) / weight
-                accelerator.backward(part * accelerator.num_processes)
-            loss += float(part.detach())
+        try:
+            loss = accumulate_gradients(accelerator, model, objective, passes, step / steps)
+        except torch.OutOfMemoryError as error:
+            leave(step)
+            raise TPIPSError(_FULL.format(f"step {step + 1}")) from error
         done = step + 1
-        record = {"step": done, "loss": total(accelerator, loss), "learning_rate": peaks[0] * factor}
+        record = {"step": done, "loss": loss, "learning_rate": peaks[0] * factor}
         if not math.isfinite(record["loss"]):
             log.close()
             raise Diverged(f"The loss became {record['loss']} at step {done}; start anew with a lower --learning_rate.")
@@ -145,12 +178,17 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
         if not math.isfinite(norm):  # weights would become NaN, and the next checkpoint too
             log.close()
             raise Diverged(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for wrapper in wrapped:
+            wrapper.step()
+            wrapper.zero_grad(set_to_none=True)
         record["seconds"] = time.monotonic() - clock
         last = done == steps
         if validate is not None and (done % config.eval_steps == 0 or last):
-            record |= validate(model)
+            try:
+                record |= validate(model)
+            except torch.OutOfMemoryError as error:
+                leave(done)
+                raise TPIPSError(_FULL.format(f"the validation after step {done}")) from error
             if record["validation_agreement"] > best:
                 best = record["validation_agreement"]
                 save(done, BEST)

@@ -17,6 +17,7 @@ from tpips_reward import TPIPSError
 from tpips_reward.fusion import FUSIONS
 
 SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw_torch", "muon")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 OBJECTIVES = ("votes", "scenes", "embeddings")
 SCRATCH = "scratch"
@@ -76,11 +77,14 @@ class TrainConfig:
     max_steps: int = _setting(-1, "Steps instead of epochs, where above 0.")
     per_device_train_batch_size: int = _setting(1, "Comparisons, with all their aspects, a process and pass.")
     gradient_accumulation_steps: int = _setting(1, "Passes a step.")
+    optim: str = _setting(
+        "adamw_torch", "'adamw_torch'; or 'muon': the towers' matrices by Muon, all else by AdamW (a model from scratch)."
+    )
     learning_rate: float = _setting(5e-5, "Peak.")
     head_learning_rate_factor: float = _setting(1.0, "For a fusion's own parameters, times learning_rate.")
     lr_scheduler_type: str = _setting("cosine", f"After the warm-up: {', '.join(SCHEDULES)}.")
     warmup_ratio: float = _setting(0.03, "Share of the steps.")
-    weight_decay: float = _setting(0.01, "AdamW's.")
+    weight_decay: float = _setting(0.01, "Decoupled from the gradient.")
     adam_beta2: float = _setting(0.999, "AdamW's.")
     max_grad_norm: float = _setting(1.0, "Gradient clipping.")
     temperature: float | None = _setting(None, "τ of the softmax over similarities; the fusion's own of the paper.")
@@ -105,7 +109,7 @@ class TrainConfig:
 RESUMABLE = frozenset(
     {
         "output_dir", "name", "resume", "overwrite", "save_steps", "eval_steps", "logging_steps", "report_to", "eval_samples",
-        "dataloader_num_workers", "strict",
+        "dataloader_num_workers", "strict", "token_budget", "gradient_checkpointing",
     }
 )  # fmt: skip
 
@@ -202,6 +206,7 @@ def check_config(config: TrainConfig) -> None:
     for name, known in (
         ("fusion", tuple(FUSIONS)),
         ("objective", OBJECTIVES),
+        ("optim", OPTIMIZERS),
         ("lr_scheduler_type", SCHEDULES),
         ("report_to", TRACKERS),
     ):

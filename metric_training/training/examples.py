@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,6 +68,7 @@ class FreshTriplets:
     """
 
     task: Task = "odd_one_out"
+    digest = PROCEDURAL
 
     def __init__(self, config: TrainConfig) -> None:
         self.count = max(1, round(config.train_share * config.train_samples))
@@ -98,6 +102,15 @@ class StoredComparisons:
             for start in range(0, len(comparison.aspects), max_aspects)
         ]
 
+    @cached_property
+    def digest(self) -> str:
+        """Of what is asked and how people voted, in order; not of the images, whose mended files are the same row."""
+        found = hashlib.sha256()
+        for comparison, rows in self.items:
+            asked = [comparison.task, comparison.aspects[rows], comparison.names[rows], comparison.votes[rows].tolist()]
+            found.update(json.dumps(asked).encode())
+        return found.hexdigest()
+
     def __len__(self) -> int:
         return len(self.items)
 
@@ -116,6 +129,11 @@ class VoteExamples:
         self.seed, self.permute = config.seed, config.permute_images
         if self.permute and self.source.task != "odd_one_out":
             raise DataError("permute_images needs odd-one-out data: in 2AFC the first image is the reference.")
+
+    @property
+    def digest(self) -> str:
+        """Equal for the same rows; of procedural data, which follow from the settings, nothing but their name."""
+        return self.source.digest
 
     def __len__(self) -> int:
         return len(self.source)
@@ -179,7 +197,9 @@ class Picture:
 
 
 class FreshScenes:
-    """Single procedural scenes; ``train_samples`` of them."""
+    """Single procedural scenes, each at any angle; ``train_samples`` of them."""
+
+    digest = PROCEDURAL
 
     def __init__(self, config: TrainConfig) -> None:
         self.count, self.seed = config.train_samples, config.seed
@@ -188,5 +208,6 @@ class FreshScenes:
         return self.count
 
     def __getitem__(self, key: Key) -> Picture:
-        scene = sample_scene(np.random.default_rng([self.seed, _SCENES, key[1]]))
+        # upright ones would teach nothing of rotation but its mean
+        scene = sample_scene(np.random.default_rng([self.seed, _SCENES, key[1]]), turned=1.0)
         return Picture(to_tensor(render(scene)), scene)

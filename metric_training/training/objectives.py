@@ -8,7 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from metric_training.attributes import AttributeHead, aspect_weights, attribute_loss, attribute_targets
+from metric_training.attributes import (
+    AttributeHead,
+    CoverageHead,
+    aspect_weights,
+    attribute_loss,
+    attribute_targets,
+    coverage_loss,
+    coverage_targets,
+)
 from metric_training.losses import odd_one_out_losses, pair_similarities
 from metric_training.training.config import TrainConfig
 from metric_training.training.embeddings import EmbeddingObjective
@@ -170,21 +178,26 @@ class VoteAndSceneObjective(VoteObjective):
 
 
 class VisionScorer(nn.Module):
-    """A fusion's vision tower with a head that predicts a scene's parameters from the mean of its tokens."""
+    """A fusion's vision tower with heads that predict a scene from its tokens."""
 
     def __init__(self, fusion: FusionModule) -> None:
         super().__init__()
         self.fusion = fusion
         self.head = AttributeHead(fusion.backbone.hidden_size)
+        self.coverage = CoverageHead(fusion.backbone.hidden_size)
 
-    def forward(self, images: list[Tensor]) -> dict[str, Tensor]:
+    def forward(self, images: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """The parameters, from the mean of an image's tokens, and the object's coverage of each token's part."""
+        tokens = torch.stack([f.tokens for f in self.fusion.backbone.encode_images(images)])
         # The mean: were the tokens told apart, a place could stay unsaid in them, and no read-out would find it.
-        features = self.fusion.backbone.encode_images(images)
-        return self.head(torch.stack([f.tokens.mean(0) for f in features]))
+        return self.head(tokens.mean(1)), self.coverage(tokens)
 
 
 class SceneObjective:
-    """The vision tower alone learns to name the parameters of procedural scenes: a start from scratch."""
+    """The vision tower alone learns to name the parameters of procedural scenes, and to draw the object: a start from scratch."""
+
+    #: Of the object's coverage: small beside the parameters, were it not weighted.
+    COVERAGE_WEIGHT = 3.0
 
     def __init__(self, config: TrainConfig, fusion: FusionModule) -> None:
         self.examples = FreshScenes(config)
@@ -196,9 +209,11 @@ class SceneObjective:
         return float(len(batch))
 
     def loss(self, model: nn.Module, batch: Sequence[Picture], progress: float) -> Tensor:
-        seen = model([picture.image for picture in batch])
-        targets = on(seen["continuous"].device, attribute_targets([picture.scene for picture in batch]))
-        return attribute_loss(seen, targets) * len(batch)
+        seen, covered = model([picture.image for picture in batch])
+        scenes = [picture.scene for picture in batch]
+        parameters = attribute_loss(seen, on(covered.device, attribute_targets(scenes)))
+        drawn = coverage_loss(covered, coverage_targets(scenes, covered.shape[1]).to(covered.device))
+        return (parameters + self.COVERAGE_WEIGHT * drawn) * len(batch)
 
 
 def on(device: torch.device, values: dict[str, Tensor]) -> dict[str, Tensor]:

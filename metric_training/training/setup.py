@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -16,6 +16,7 @@ from metric_training.data.comparison import DataError
 from metric_training.training.config import TrainConfig
 from metric_training.training.log import check_tracker
 from metric_training.training.schedule import Order
+from tpips_reward import TPIPSError
 from tpips_reward.stopping import StopSignal
 
 
@@ -23,11 +24,11 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     """One process or several, as `accelerate launch` started them.
 
     Raises:
-        TPIPSError: the tracker's package is missing.
+        TPIPSError: the tracker's package is missing, or the optimizer cannot work on shared-out weights.
     """
     check_tracker(config.report_to)
     tracked = config.report_to != "none"
-    return Accelerator(
+    accelerator = Accelerator(
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other.
         cpu=not torch.accelerator.is_available(),
         log_with=config.report_to if tracked else None,
@@ -37,6 +38,9 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             DistributedDataParallelKwargs(find_unused_parameters=config.objective == "scenes" or not config.freeze_vision)
         ],
     )
+    if config.optim == "muon" and accelerator.distributed_type == DistributedType.FSDP:
+        raise TPIPSError("optim muon needs whole matrices, which FSDP shares out; use adamw_torch, or processes without FSDP.")
+    return accelerator
 
 
 def open_tracker(accelerator: Accelerator, config: TrainConfig) -> None:
@@ -46,20 +50,40 @@ def open_tracker(accelerator: Accelerator, config: TrainConfig) -> None:
         accelerator.init_trackers("metric_training", config=shown)
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over what is trained: the towers at ``learning_rate``, all else at ``head_learning_rate_factor`` times that."""
+def build_optimizers(config: TrainConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What changes the weights that are trained: the towers' at ``learning_rate``, all others at ``head_learning_rate_factor`` times that.
+
+    With ``optim: muon`` the matrices of the towers' layers go to Muon, whose step is as large as AdamW's (Liu et al., "Muon is
+    scalable for LLM training", 2025, eq. 4), and AdamW has embeddings, vectors, kernels and the fusion's own parameters.
+    """
+    matrices: list[nn.Parameter] = []
     towers: list[nn.Parameter] = []
     own: list[nn.Parameter] = []
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (towers if ".backbone." in f".{name}" else own).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if ".backbone." not in f".{name}":
+            own.append(parameter)
+        elif config.optim == "muon" and parameter.ndim == 2 and id(parameter) not in embeddings:
+            matrices.append(parameter)
+        else:
+            towers.append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": towers, "lr": config.learning_rate},
         {"params": own, "lr": config.learning_rate * config.head_learning_rate_factor},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], weight_decay=config.weight_decay, betas=(0.9, config.adam_beta2)
-    )
+    adamw = [group for group in groups if group["params"]]
+    optimizers: list[torch.optim.Optimizer] = []
+    if adamw:
+        optimizers.append(torch.optim.AdamW(adamw, weight_decay=config.weight_decay, betas=(0.9, config.adam_beta2)))
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    return optimizers
 
 
 class _Carrying(Dataset[Any]):

@@ -7,7 +7,7 @@ weights are in neither. Files are written by the main process, whole or not at a
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
 DIVERGED = "diverged.txt"
 #: What a checkpoint to resume from holds.
 _TYPES: dict[str, Any] = {
-    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict,
+    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict, "data": str,
 }  # fmt: skip
 _ANEW = "give the folder of another run, or start anew with --overwrite."
 # Gathered from all processes on the main one, whatever the sharding.
@@ -99,12 +99,30 @@ def check_same_settings(saved: Mapping[str, Any], config: TrainConfig, what: str
     Raises:
         TPIPSError: naming the first setting that differs, and both values.
     """
+    earlier = asdict(TrainConfig()) | dict(saved)  # a run from before there was a setting had its default
     for name, value in asdict(config).items():
-        if name not in RESUMABLE and saved.get(name) != value:
+        if name not in RESUMABLE and earlier[name] != value:
             raise TPIPSError(
-                f"{what} was made with {name}={saved.get(name)!r}, not {value!r}; use the same settings, or start anew in "
+                f"{what} was made with {name}={earlier[name]!r}, not {value!r}; use the same settings, or start anew in "
                 "another --output_dir."
             )
+
+
+def check_same_data(saved: Mapping[str, Any], digest: str, config: TrainConfig, where: Path) -> None:
+    """Refuses data whose rows, aspects or votes are not those of the run that goes on; its steps would take others.
+
+    Args:
+        saved: the checkpoint; digest: of the data now (see `examples.VoteExamples.digest`).
+        where: the checkpoint is, for the message.
+
+    Raises:
+        TPIPSError: they differ.
+    """
+    if saved["data"] != digest:
+        raise TPIPSError(
+            f"The rows of {config.dataset_name} are not those that the checkpoint {where} was made with (other aspects or votes, "
+            "rows added or left out, or another order); bring the data back, or start anew in another --output_dir."
+        )
 
 
 def load_checkpoint(path: Path, keys: set[str]) -> dict[str, Any]:
@@ -131,15 +149,17 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=_OPTIONS)  # type: ignore[return-value]
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint needs of model and optimizer; every process has to call this."""
+def training_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What a checkpoint needs of model and optimizers; every process has to call this."""
     return {
         "trained": trained_weights(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, optimizers, options=_OPTIONS),
     }
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], where: Path) -> None:
+def restore(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Mapping[str, Any], where: Path
+) -> None:
     """The reverse of `training_state`.
 
     Args:
@@ -163,7 +183,7 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[s
         raise TPIPSError(f"{missing} (its optimizer has no state); {_ANEW}")
     set_model_state_dict(model, trained, options=_OPTIONS)
     try:
-        set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=_OPTIONS)
+        set_optimizer_state_dict(model, optimizers, saved["optimizer"], options=_OPTIONS)
     except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise TPIPSError(f"{missing} (its optimizer: {type(error).__name__}, {' '.join(str(error).split())[:100]}); {_ANEW}") from error
 

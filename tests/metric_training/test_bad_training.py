@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +63,55 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(start: str, tmp_path: P
     with pytest.raises(TPIPSError, match="gradient's norm became inf at step 1; start anew with a lower"):
         train.main(tiny(start, tmp_path / "run"))
     assert not (tmp_path / "run" / STATE).exists()
+
+
+def test_a_full_device_costs_no_step(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = train.accumulate_gradients, []
+
+    def full_in_the_second_step(*args: Any) -> float:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return real(*args)
+
+    config = tiny(start, tmp_path / "run", save_steps=99)
+    monkeypatch.setattr(train, "accumulate_gradients", full_in_the_second_step)
+    with pytest.raises(TPIPSError, match=r"memory of the device was full in step 2\. Give --gradient_checkpointing or a lower"):
+        train.main(config)
+    assert torch.load(tmp_path / "run" / STATE, weights_only=True)["step"] == 1
+    # the remedies that the message names are no other run
+    train.main(replace(config, resume=True, gradient_checkpointing=True, token_budget=100))
+    assert (tmp_path / "run" / "last").is_dir()
+
+
+def test_a_device_that_is_full_in_a_validation_costs_no_step(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("metric_training.training.validation.Validation.__call__", full)
+    with pytest.raises(TPIPSError, match="full in the validation after step 1"):
+        train.main(tiny(start, tmp_path / "run", save_steps=99, eval_steps=1))
+    assert torch.load(tmp_path / "run" / STATE, weights_only=True)["step"] == 1
+
+
+@pytest.mark.parametrize("change", ["votes", "aspect", "order", "fewer"])
+def test_other_rows_are_no_continuation(start: str, pictures: Path, tmp_path: Path, change: str) -> None:
+    rows = [row(0, 1, 2), row(3, 4, 5, factor={"probs": [0.6, 0.4, 0.0], "label": "p0"})]
+    data = Path(written(pictures, *rows, name=f"{change}.jsonl"))
+    config = tiny(start, tmp_path / "run", dataset_name=str(data), eval_dataset_name="procedural", max_steps=1)
+    train.main(config)
+    before = data.read_text()
+    first, second = before.splitlines()
+    data.write_text(
+        {
+            "votes": before.replace("0.2", "0.1", 1).replace("0.2", "0.3", 1),
+            "aspect": before.replace("lighting", "light", 1),
+            "order": f"{second}\n{first}\n",
+            "fewer": f"{first}\n",
+        }[change]
+    )
+    assert data.read_text() != before
+    with pytest.raises(TPIPSError, match="are not those that the checkpoint .* was made with"):
+        train.main(replace(config, resume=True))
+    data.write_text(before)
+    train.main(replace(config, resume=True))

@@ -23,7 +23,7 @@ from metric_training.builtin_model import build_late_fusion
 from metric_training.training.config import TrainConfig
 from metric_training.training.model import build_fusion
 from metric_training.training.objectives import build_objective
-from metric_training.training.setup import build_optimizer
+from metric_training.training.setup import build_optimizers
 from metric_training.training.state import restore, training_state
 from tpips_reward import Metric
 
@@ -42,24 +42,26 @@ def one_step(config: TrainConfig, shard: bool) -> dict[str, Any]:
             if type(module).__name__ in names:
                 fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(config, model)
+    optimizers = build_optimizers(config, model)
     for step in range(2):
         batch = [objective.examples[step, step]]
         (objective.loss(model, batch, 0.0) / objective.weight(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state = deepcopy(training_state(model, optimizer))  # on one process it holds the live weights
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = deepcopy(training_state(model, optimizers))  # on one process it holds the live weights
         if shard:  # only the main process gets the gathered weights, and gives them to the others
             box = [state if torch.distributed.get_rank() == 0 else None]
             torch.distributed.broadcast_object_list(box)
             state = box[0]  # type: ignore[assignment]
         if shard and step == 0:
-            optimizer.state.clear()
+            for optimizer in optimizers:
+                optimizer.state.clear()
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.zero_()
-            restore(model, optimizer, state, Path("a checkpoint"))
+            restore(model, optimizers, state, Path("a checkpoint"))
     return state
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
+import yaml
 from accelerate.state import AcceleratorState, PartialState
 from PIL import Image
 
@@ -25,8 +29,10 @@ from metric_training.training.examples import FreshTriplets, StoredComparisons, 
 from metric_training.training.model import build_fusion, load_backbone
 from metric_training.training.objectives import build_objective
 from metric_training.training.schedule import Order, learning_rate_factor
+from metric_training.training.setup import build_optimizers
 from metric_training.training.state import BEST, STATE
 from tpips_reward import Metric, TPIPSError, load_metric
+from tpips_reward.files import TEMPORARY
 from tpips_reward.scenes import to_tensor
 
 CONFIGS = Path(train.__file__).parent / "configs"
@@ -90,6 +96,53 @@ def test_a_killed_run_resumes_to_the_bit(
     assert one["step"] == two["step"] == 4 and len(one["trained"]) > 2
     assert all(torch.equal(one["trained"][k], two["trained"][k]) for k in one["trained"])
     assert losses(finished) == losses(tmp_path)
+
+
+def test_a_run_that_is_killed_at_any_time_resumes_to_the_bit(start: str, tmp_path: Path) -> None:
+    def launch(name: str, *flags: str) -> subprocess.Popen[bytes]:
+        config = tiny(start, tmp_path / name, max_steps=30, optim="muon", use_peft=False, save_steps=2, eval_steps=10)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({k: v for k, v in asdict(config).items() if v is not None}))
+        return subprocess.Popen([sys.executable, train.__file__, "--config", str(tmp_path / f"{name}.yaml"), *flags])
+
+    whole, killed = launch("whole"), launch("killed")
+    while not list((tmp_path / "killed").glob(f"{TEMPORARY}*")) or not (tmp_path / "killed" / STATE).exists():
+        assert killed.poll() is None, "it ended before a second checkpoint was seen half written"
+    killed.kill()  # SIGKILL, in the middle of a checkpoint
+    assert killed.wait() == -signal.SIGKILL
+    done = state(tmp_path / "killed")["step"]
+    assert 0 < done < 30 and done % 2 == 0
+    assert launch("killed", "--resume").wait() == 0 and whole.wait() == 0
+    one, two = state(tmp_path / "whole"), state(tmp_path / "killed")
+    assert all(torch.equal(one["trained"][k], two["trained"][k]) for k in one["trained"])
+    for name, moments in one["optimizer"]["state"].items():
+        assert all(torch.equal(value, two["optimizer"]["state"][name][key]) for key, value in moments.items()), name
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+    assert not list((tmp_path / "killed").glob(f"{TEMPORARY}*")), "what the kill left half written is still there"
+
+
+def test_muon_has_the_matrices_of_the_towers_and_adamw_the_rest(start: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"use_peft": False, "freeze_vision": False, "freeze_embeddings": False, "attribute_weight": 1.0}
+    config = tiny(start, tmp_path, optim="muon", weight_decay=0.1, **settings)
+    model = build_objective(config, build_fusion(config)).model
+    adamw, muon = build_optimizers(config, model)
+    assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with_muon, with_adamw = ({names[p] for group in o.param_groups for p in group["params"]} for o in (muon, adamw))
+    assert with_muon | with_adamw == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not with_muon & with_adamw
+    towers = [name for name in with_muon if ".q_proj." in name or ".attn.qkv." in name]
+    assert len(towers) == 2 + 4, "two layers of the language tower, four of the vision tower"
+    assert all(model.get_parameter(name).ndim == 2 and ".backbone." in name for name in with_muon)
+    assert {n for n in with_adamw if n.endswith(("embed_tokens.weight", "pos_embed.weight", "patch_embed.proj.weight"))}
+    assert {n for n in with_adamw if "readout_head" in n} and not [n for n in with_adamw if "q_proj" in n]
+
+    # a step of Muon is as large as one of AdamW: about lr * 0.2 * sqrt(of what the orthogonal matrix lacks), whatever the gradient
+    weight = model.get_parameter(towers[0])
+    before = weight.detach().clone()
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * 1e-6
+    muon.step()
+    step = (weight.detach() - before * (1 - 0.1 * config.learning_rate)).square().mean().sqrt()
+    assert 0.5 < float(step) / (0.2 * config.learning_rate) < 1.5
 
 
 def test_the_output_is_what_load_metric_takes(start: str, finished: Path) -> None:

@@ -133,13 +133,16 @@ def sample_color(rng: np.random.Generator, palette: dict[str, RGB], away_from: R
     return name, jitter_color(rng, palette[name])
 
 
-def sample_scene(rng: np.random.Generator, *, single: bool = False, upright: bool = False) -> Scene:
+def sample_scene(
+    rng: np.random.Generator, *, single: bool = False, upright: bool = False, turned: float = TURNED
+) -> Scene:
     """A random scene.
 
     Args:
         rng: source of all randomness.
         single: one object only.
         upright: a rotation within 12 degrees, neutral light, no blur, plain surfaces (the editor's sources).
+        turned: share of scenes at any angle; the others are within 12 degrees, as all are with ``upright``.
     """
     _, background = sample_color(rng, BACKGROUND_COLORS)
     _, color = sample_color(rng, OBJECT_COLORS, away_from=background)
@@ -150,7 +153,7 @@ def sample_scene(rng: np.random.Generator, *, single: bool = False, upright: boo
         x=float(rng.uniform(*POSITION_RANGE)),
         y=float(rng.uniform(*POSITION_RANGE)),
         count=1 if single else int(rng.choice([1, 2, 3], p=[0.7, 0.15, 0.15])),
-        rotation=float(rng.uniform(-180, 180) if not upright and rng.random() < TURNED else rng.uniform(-12, 12)),
+        rotation=float(rng.uniform(-180, 180) if not upright and rng.random() < turned else rng.uniform(-12, 12)),
         texture="plain" if upright else pick(rng, TEXTURES),
         background_color=background,
         background_pattern=pick(rng, ("plain", "plain", "gradient") if upright else PATTERNS),
