@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,7 +192,7 @@ class RunFolder:
         """Removes what an earlier run wrote here, and nothing else."""
         with disk_errors(self.path):
             for name in _OWN:
-                _remove(self.path / name)
+                files.remove(self.path / name)
 
     def save_config(self, settings: dict[str, Any]) -> None:
         """Writes ``config.yaml``, which ``--config`` and ``--resume`` read back."""
@@ -255,10 +254,3 @@ def _lock_folder(path: Path) -> int | None:
     if handle is None and sys.platform != "win32":
         log.warning("%s cannot be locked; see to it that no other run writes to it.", path)
     return handle
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from tpips_reward.calibration import CALIBRATION_NAME, Calibration, no_calibrati
 from tpips_reward.devices import parse_device
 from tpips_reward.dtypes import weights_dtype
 from tpips_reward.errors import TPIPSError
-from tpips_reward.files import make_readable
+from tpips_reward.files import make_readable, remove
 from tpips_reward.fusion import FUSIONS
 from tpips_reward.fusion.base import FusionModule, accumulation_dtype
 from tpips_reward.lora import (
@@ -378,7 +378,7 @@ def _remove_earlier(target: Path, staging: Path) -> None:
     """What was saved here before and no file takes the place of: loading would read it in place of what is new."""
     earlier = {path for pattern in _OURS for path in target.glob(pattern)}
     for path in sorted(path for path in earlier if path.is_dir() or not (staging / path.name).exists()):
-        _remove(path)
+        remove(path)
 
 
 def _take_place(staging: Path, target: Path) -> None:
@@ -395,15 +395,8 @@ def _take_place(staging: Path, target: Path) -> None:
         if first and (staging / CONFIG_NAME).exists():
             for path in paths:
                 if not path.exists():
-                    _remove(target / path.name)
+                    remove(target / path.name)
         raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _write_weights(

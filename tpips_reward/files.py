@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -119,6 +120,14 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes UTF-8 text atomically."""
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all that is in it; nothing there is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def make_readable(path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_samples import expected_scores, preserve_reward
 from evaluation_files import write_edits
 from PIL import Image
 from torch import Tensor
 
+from tpips_reward import TPIPSReward
 from tpips_reward.checkpoints import load_metric
 from tpips_reward.images import to_tensors
 from tpips_reward.metric import Metric
@@ -40,6 +42,18 @@ def mid_metric() -> Metric:
 def early_metric() -> Metric:
     """As `metric`, with early fusion."""
     return load_metric(PARITY / "early_fusion", device="cpu")
+
+
+@pytest.fixture
+def reward() -> TPIPSReward:
+    """What adapters are tried with."""
+    return preserve_reward()
+
+
+@pytest.fixture
+def expected(reward: TPIPSReward) -> Any:
+    """What every adapter must give for the samples."""
+    return expected_scores(reward)
 
 
 @pytest.fixture(scope="session")

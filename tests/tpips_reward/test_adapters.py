@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES, preserve_reward
+from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES
 from serving_workers import TroubleMetric
 
 from tpips_reward import RemoteReward, TPIPSReward
@@ -22,11 +22,6 @@ from tpips_reward.adapters.trl import TRLReward
 from tpips_reward.adapters.verl import compute_score_function
 from tpips_reward.aspects import propose
 from tpips_reward.errors import TPIPSError
-
-
-@pytest.fixture
-def reward():
-    return preserve_reward()
 
 
 def test_aspects_are_the_samples_own_then_the_given_then_proposed():

@@ -8,22 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES, expected_scores, preserve_reward
+from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES
 from serving_workers import TroubleMetric, picture
 
 from tpips_reward import TPIPSReward
 from tpips_reward.adapters.flow_grpo import score_factory, score_function
 from tpips_reward.errors import TPIPSError
-
-
-@pytest.fixture
-def reward():
-    return preserve_reward()
-
-
-@pytest.fixture
-def expected(reward):
-    return expected_scores(reward)
 
 
 def multi_score(device: str, score_dict: dict[str, float], factories: dict[str, Any], with_sources: tuple[str, ...]) -> Any:

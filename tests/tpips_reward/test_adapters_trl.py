@@ -6,23 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES, expected_scores, preserve_reward
+from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES
 from PIL import Image
 from serving_workers import picture
 
 from tpips_reward.adapters import EditScorer
 from tpips_reward.adapters.trl import TRLReward
 from tpips_reward.errors import TPIPSError
-
-
-@pytest.fixture
-def reward():
-    return preserve_reward()
-
-
-@pytest.fixture
-def expected(reward):
-    return expected_scores(reward)
 
 
 def test_trl_takes_images_messages_and_columns(reward, expected):

@@ -12,23 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES, expected_scores, preserve_reward
+from adapter_samples import EDITS, PROMPTS, ROWS, SOURCES
 from serving_workers import LocalWorker, TroubleMetric, encoded, running
 
 from tpips_reward import RemoteReward, TPIPSReward
 from tpips_reward.adapters.verl import compute_score_function
 from tpips_reward.errors import TPIPSError
 from tpips_reward.evaluation.image_files import decode
-
-
-@pytest.fixture
-def reward():
-    return preserve_reward()
-
-
-@pytest.fixture
-def expected(reward):
-    return expected_scores(reward)
 
 
 def verl_calls(function: Any, info: list[dict[str, Any]]) -> list[Any]:
