@@ -25,6 +25,7 @@ from torch import nn
 
 from metric_training.data.comparison import DataError
 from metric_training.training.config import TrainConfig, check_config, parse_config
+from metric_training.training.embeddings import EmbeddingObjective
 from metric_training.training.log import Log
 from metric_training.training.model import build_fusion
 from metric_training.training.objectives import Objective, build_objective
@@ -44,9 +45,11 @@ from metric_training.training.state import (
     BEST,
     DIVERGED,
     STATE,
+    UNVALIDATED,
     Diverged,
-    check_same_data,
+    check_same_origin,
     clear_folder,
+    frozen_digest,
     open_folder,
     restore,
     training_state,
@@ -58,10 +61,14 @@ from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.stopping import Interrupted, StopSignal
 
-_FULL = (
-    "The memory of the device was full in {}. Give --gradient_checkpointing or a lower --token_budget and go on with --resume, "
-    "or start anew with a smaller --per_device_train_batch_size and more --gradient_accumulation_steps."
-)
+
+def full(where: str, folder: Path) -> TPIPSError:
+    """What to do when the memory of a device was full there."""
+    go_on = "go on with --resume" if (folder / STATE).exists() else "start again with --overwrite"
+    return TPIPSError(
+        f"The memory of the device was full {where}. Give --gradient_checkpointing or a lower --token_budget and {go_on}, "
+        "or start anew with a smaller --per_device_train_batch_size and more --gradient_accumulation_steps."
+    )
 
 
 def main(config: TrainConfig) -> None:
@@ -79,6 +86,8 @@ def main(config: TrainConfig) -> None:
         except Diverged as error:
             write_text(Path(config.output_dir) / DIVERGED, f"{error}\n")
             raise
+        except torch.OutOfMemoryError as error:  # of the model, before any step
+            raise full("before a step could be made", Path(config.output_dir)) from error
 
 
 def accumulate_gradients(
@@ -89,7 +98,8 @@ def accumulate_gradients(
     Returns:
         The loss, a mean over what the objective weighs in all passes of all processes.
     """
-    weight = total(accelerator, sum(objective.weight(batch) for batch in passes))
+    # where all weights are 0 so is the loss, and not 0 / 0
+    weight = total(accelerator, sum(objective.weight(batch) for batch in passes)) or 1.0
     loss = 0.0
     for number, batch in enumerate(passes, 1):
         with accelerator.no_sync(model) if number < len(passes) else nullcontext():
@@ -109,6 +119,10 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
 
     fusion = build_fusion(config)
     objective = build_objective(config, fusion)
+    origin: dict[str, Any] = {"data": objective.examples.digest, "start": frozen_digest(fusion)}
+    origin["processes"] = accelerator.num_processes
+    if isinstance(objective, EmbeddingObjective):
+        origin["teacher"] = frozen_digest(objective.teacher.fusion)
     model, *wrapped = accelerator.prepare(objective.model, *build_optimizers(config, objective.model))
     optimizers = [wrapper.optimizer for wrapper in wrapped]
     validate = build_validation(config, accelerator, fusion)
@@ -122,7 +136,7 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
     steps = order.steps(config.num_train_epochs, config.max_steps)
     start, seconds, best = 0, 0.0, -math.inf
     if saved is not None:
-        check_same_data(saved, objective.examples.digest, config, folder / STATE)
+        check_same_origin(saved, origin, config, folder / STATE)
         restore(model, optimizers, saved, folder / STATE)
         start, seconds, best = saved["step"], saved["seconds"], saved["best"]
     if accelerator.is_main_process:
@@ -133,22 +147,44 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [group["lr"] for group in groups] if saved is None else saved["peaks"]
     clock = time.monotonic() - seconds
-    log = Log(accelerator, folder, start, steps)
+    concluded = start - (saved is not None and UNVALIDATED in saved)
+    log = Log(accelerator, folder, concluded, steps)
 
-    def save(done: int, name: str = STATE) -> None:
-        content: dict[str, Any] = training_state(model, optimizers)
+    def save(done: int, name: str = STATE, **more: Any) -> None:
+        content: dict[str, Any] = training_state(model, optimizers) | origin | more
         content |= {"step": done, "seconds": time.monotonic() - clock, "best": best, "peaks": peaks, "config": asdict(config)}
-        content["data"] = objective.examples.digest
         if accelerator.is_main_process:
             write_checkpoint(folder / name, content)
 
-    def leave(done: int) -> None:
+    def leave(done: int, **more: Any) -> None:
         """Keeps what is done, before an error ends the run."""
         if done > start and accelerator.num_processes == 1:  # others would wait for this one
-            save(done)
+            save(done, **more)
         log.close()
 
+    def conclude(record: dict[str, Any]) -> None:
+        """Validates, logs and saves after a step, as far as that is due."""
+        nonlocal best
+        done, record = record["step"], dict(record)
+        last = done == steps
+        if validate is not None and (done % config.eval_steps == 0 or last):
+            try:
+                record |= validate(model)
+            except torch.OutOfMemoryError as error:
+                leave(done, **{UNVALIDATED: record})
+                raise full(f"in the validation after step {done}", folder) from error
+            if record["validation_agreement"] > best:
+                best = record["validation_agreement"]
+                save(done, BEST)
+        # before the checkpoint: lines of later steps are dropped on a resume, and one that is missing would stay so
+        log.step(record, write=done % config.logging_steps == 0 or "validation_agreement" in record or last)
+        if done % config.save_steps == 0 or last:
+            save(done)
+
     model.train()
+    if saved is not None and concluded < start:
+        conclude(saved[UNVALIDATED])
+        save(start)
     for step in range(start, steps):
         if stop_everywhere(accelerator, stop):
             if step > start:
@@ -168,33 +204,24 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
             loss = accumulate_gradients(accelerator, model, objective, passes, step / steps)
         except torch.OutOfMemoryError as error:
             leave(step)
-            raise TPIPSError(_FULL.format(f"step {step + 1}")) from error
+            raise full(f"in step {step + 1}", folder) from error
         done = step + 1
-        record = {"step": done, "loss": loss, "learning_rate": peaks[0] * factor}
-        if not math.isfinite(record["loss"]):
+        if not math.isfinite(loss):
             log.close()
-            raise Diverged(f"The loss became {record['loss']} at step {done}; start anew with a lower --learning_rate.")
+            raise Diverged(f"The loss became {loss} at step {done}; start anew with a lower --learning_rate.")
         norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
         if not math.isfinite(norm):  # weights would become NaN, and the next checkpoint too
             log.close()
             raise Diverged(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
-        for wrapper in wrapped:
-            wrapper.step()
-            wrapper.zero_grad(set_to_none=True)
-        record["seconds"] = time.monotonic() - clock
-        last = done == steps
-        if validate is not None and (done % config.eval_steps == 0 or last):
-            try:
-                record |= validate(model)
-            except torch.OutOfMemoryError as error:
-                leave(done)
-                raise TPIPSError(_FULL.format(f"the validation after step {done}")) from error
-            if record["validation_agreement"] > best:
-                best = record["validation_agreement"]
-                save(done, BEST)
-        if done % config.save_steps == 0 or last:
-            save(done)
-        log.step(record, write=done % config.logging_steps == 0 or "validation_agreement" in record or last)
+        try:
+            for wrapper in wrapped:
+                wrapper.step()
+                wrapper.zero_grad(set_to_none=True)
+        except torch.OutOfMemoryError as error:  # some weights are a step ahead of the others: only an earlier checkpoint is whole
+            log.close()
+            raise full(f"in step {done}, where the optimizer was at work", folder) from error
+        seconds_so_far = time.monotonic() - clock
+        conclude({"step": done, "loss": loss, "learning_rate": config.learning_rate * factor, "seconds": seconds_so_far})
     log.close()
     if accelerator.is_main_process:
         write_metrics(folder)

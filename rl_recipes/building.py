@@ -118,12 +118,19 @@ def check_judge(judge: Rewards | None, reward: Rewards) -> None:
     Raises:
         ConfigError: naming the part that both have.
     """
-    both = judge.weights.keys() & reward.weights.keys() if judge is not None else set()
+    optimised = {_measured(name) for name in reward.weights}
+    both = [name for name in judge.weights if _measured(name) in optimised] if judge is not None else []
     if both:
         raise ConfigError(
-            f"--judge {min(both)!r} is a part of the reward, and a judge that is optimised cannot tell when the reward is "
+            f"--judge {both[0]!r} is a part of the reward, and a judge that is optimised cannot tell when the reward is "
             "fooled; give another metric, or a function of yours."
         )
+
+
+def _measured(name: str) -> tuple[str, frozenset[str]]:
+    """What a part of a reward measures: its name and options, wherever and in whatever type it is computed."""
+    plain, _, options = name.removesuffix("]").partition("[")
+    return plain, frozenset(o for o in options.split(",") if o and not o.startswith(("device=", "dtype=")))
 
 
 def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, torch.optim.AdamW | zero.ZeroOptimizer]:

@@ -236,7 +236,7 @@ def score(
     ``where`` names the batch in the message and in ``failed_batch``.
 
     Raises:
-        RunError: naming the failure and where the batch was kept.
+        RunError: naming the failure and where the batch was kept, or why it was not.
     """
     try:
         output = reward(edits, sources, prompts)
@@ -248,8 +248,11 @@ def score(
             {"key": p.key, "instruction": p.instruction, "preserve": list(p.preserve), "target": list(p.target)}
             for p in prompts
         ]
-        kept = folder.save_failed_batch(where, edits, sources, rows)
+        try:
+            kept = f"The batch is in {folder.save_failed_batch(where, edits, sources, rows)}"
+        except RunError as refused:  # a full disk must not hide what is wrong with the reward
+            kept = f"The batch could not be kept ({refused})"
         raise RunError(
-            f"The reward failed in {where} ({type(error).__name__}: {error}). The batch is in {kept}; once the cause is "
+            f"The reward failed in {where} ({type(error).__name__}: {error}). {kept}; once the cause is "
             f"mended, --resume goes on from the last checkpoint."
         ) from error

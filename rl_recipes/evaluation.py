@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from rl_recipes.collecting import decode, encode, fitted_source, same_size_batch
 from rl_recipes.job import Job, any_process
 from rl_recipes.prompts import Prompt, PromptSource
 from rl_recipes.rollout import rollout
-from rl_recipes.runs import RunError, read_json, write_atomic, write_json
+from rl_recipes.runs import RunError, write_atomic, write_json
 from rl_recipes.seeds import EVALUATION, generator
 from rl_recipes.sharding import calls_together
 from tpips_reward.scenes import measure_edit
@@ -80,23 +81,21 @@ class Evaluation:
         Raises:
             RunError: when the files are damaged.
         """
-        if not (folder / "before.json").exists():
+        path = folder / "before.json"
+        if not path.exists():
             return None
+        remedy = f"remove {path}, and --resume evaluates the editor without its training again"
         try:
             images = load_file(folder / "before.safetensors")
         except (OSError, SafetensorError) as error:
-            raise RunError(
-                f"{folder / 'before.safetensors'} is damaged ({error}); start anew with --overwrite."
-            ) from error
-        kept = read_json(folder / "before.json")
+            raise RunError(f"{folder / 'before.safetensors'} is damaged ({error}); {remedy}.") from error
         try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
             rows, seconds = kept["rows"], float(kept["seconds"])
             if any(row.keys() != {*_ABOUT, *MEASURES} for row in rows):
                 raise KeyError("a row has other measures")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunError(
-                f"{folder / 'before.json'} is damaged, or of another version ({error}); start anew with --overwrite."
-            ) from error
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(f"{path} is damaged, or of another version ({error}); {remedy}.") from error
         return cls(rows, [images[name] for name in sorted(images)], seconds)
 
 

@@ -177,7 +177,10 @@ class FunctionReward:
         if not callable(function):
             raise ConfigError(f"The reward {name!r} is a {type(function).__name__}; give a function.")
         self.name, self.function = name, function
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError as error:  # functions in C need not say what they take
+            raise ConfigError(f"The reward {name!r} does not say what arguments it has; write a function around it.") from error
         self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         odd = [p.name for p in parameters if p.name not in FUNCTION_ARGUMENTS and p.default is p.empty]
@@ -208,10 +211,17 @@ class FunctionReward:
 
 @dataclass
 class Asked:
-    """A source with the names and weights of its parts."""
+    """A source with the names and weights of its parts.
+
+    Attributes:
+        options: what stands in brackets behind the names of its parts.
+        suffix: goes behind its terms and roles of aspects, which would be taken for those of another source otherwise.
+        retries: so often it is asked again.
+    """
 
     source: Source
     weights: dict[str, float]
+    options: str = ""
     suffix: str = ""
     retries: int = 0
 
@@ -286,9 +296,9 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
     if not output.parts:
         ((name, weight),) = one.weights.items()
         return RewardOutput(weight * output.scores, output.per_aspect, output.terms, {name: output.scores})
-    if not one.suffix:
+    if not one.options:
         return output
-    parts = {name + one.suffix: value for name, value in output.parts.items()}
+    parts = {name + one.options: value for name, value in output.parts.items()}
     return RewardOutput(output.scores, output.per_aspect, output.terms, parts)
 
 
@@ -353,17 +363,30 @@ def build_rewards(text: str, settings: RewardArguments, device: torch.device | s
             grouped.setdefault(entry.options, []).append(entry)
         else:
             remote = entry.family == "remote"
-            # Alone a source's terms keep their names; beside others they would be taken for theirs.
-            suffix = f"[{entry.name}]" if len(entries) > 1 else ""
             retries = 0 if remote else settings.reward_retries
-            rewards.asked.append(Asked(open_source(entry), {entry.name + entry.suffix: entry.weight}, suffix, retries))
+            weights = {entry.name + entry.suffix: entry.weight}
+            rewards.asked.append(Asked(open_source(entry), weights, suffix=f"[{entry.name}]", retries=retries))
     metrics: list[Asked] = []
     for options, together in grouped.items():
         names = {entry.name + entry.suffix: entry.weight for entry in together}
         source = TPIPSSource(_tpips(together, dict(options), settings, device))
-        metrics.append(Asked(source, names, together[0].suffix))
+        metrics.append(Asked(source, names, options=together[0].suffix, suffix=together[0].suffix))
     rewards.asked = metrics + rewards.asked
+    main = _main(rewards.asked)
+    if main is not None:
+        main.suffix = ""
     return rewards
+
+
+def _main(asked: Sequence[Asked]) -> Asked | None:
+    """The source whose terms keep their names, by which evaluation, curves and report know them.
+
+    That is TPIPS without brackets, else the first TPIPS reward, else the first server; of functions one that is alone.
+    """
+    tpips = [one for one in asked if isinstance(one.source, TPIPSSource)]
+    servers = [one for one in asked if isinstance(one.source, AspectSource) and not isinstance(one.source, TPIPSSource)]
+    ranked = [one for one in tpips if not one.options] + tpips + servers
+    return ranked[0] if ranked else asked[0] if len(asked) == 1 else None
 
 
 def open_source(entry: Entry) -> Source:

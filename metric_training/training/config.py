@@ -21,6 +21,8 @@ OPTIMIZERS = ("adamw_torch", "muon")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 OBJECTIVES = ("votes", "scenes", "embeddings")
 SCRATCH = "scratch"
+#: torch's generators take 64 bits, and seeds are derived from this one by adding to it.
+LARGEST_SEED = 2**62
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -200,9 +202,14 @@ def check_config(config: TrainConfig) -> None:
     for name in above_zero + (["temperature"] if config.temperature is not None else []):
         if not 0 < getattr(config, name) < math.inf:
             raise TPIPSError(f"{name} must be a number above 0, not {getattr(config, name)!r}.")
-    for name in ("warmup_ratio", "train_share", "lora_dropout", "adam_beta2"):
+    for name in ("warmup_ratio", "train_share"):
         if not 0 <= getattr(config, name) <= 1:
             raise TPIPSError(f"{name} must be from 0 to 1, not {getattr(config, name)!r}.")
+    for name in ("lora_dropout", "adam_beta2"):  # with 1 nothing would be left of what adapters see, or of gradients
+        if not 0 <= getattr(config, name) < 1:
+            raise TPIPSError(f"{name} must be at least 0 and below 1, not {getattr(config, name)!r}.")
+    if config.seed > LARGEST_SEED:
+        raise TPIPSError(f"seed must be at most {LARGEST_SEED}, not {config.seed}.")
     for name, known in (
         ("fusion", tuple(FUSIONS)),
         ("objective", OBJECTIVES),

@@ -19,7 +19,7 @@ from metric_training.data.sources import DataOptions, load_data
 from metric_training.data.triplets import sample_triplet
 from metric_training.data.votes import Voters
 from metric_training.training.config import TrainConfig
-from tpips_reward.scenes import Scene, render, sample_scene, to_tensor
+from tpips_reward.scenes import ASPECTS, Scene, render, sample_scene, to_tensor
 
 PROCEDURAL = "procedural"
 #: Numbers of the random streams [seed, stream, index]; those of the test sets are 7 to 10.
@@ -69,6 +69,7 @@ class FreshTriplets:
 
     task: Task = "odd_one_out"
     digest = PROCEDURAL
+    names = frozenset(ASPECTS)
 
     def __init__(self, config: TrainConfig) -> None:
         self.count = max(1, round(config.train_share * config.train_samples))
@@ -92,10 +93,11 @@ class StoredComparisons:
     Args:
         comparisons: of one task.
         max_aspects: of an item.
+        names: of all aspects of the set that these are from.
     """
 
-    def __init__(self, comparisons: Sequence[Comparison], max_aspects: int) -> None:
-        self.task = comparisons[0].task
+    def __init__(self, comparisons: Sequence[Comparison], max_aspects: int, names: frozenset[str]) -> None:
+        self.task, self.names = comparisons[0].task, names
         self.items = [
             (comparison, slice(start, start + max_aspects))
             for comparison in comparisons
@@ -104,11 +106,13 @@ class StoredComparisons:
 
     @cached_property
     def digest(self) -> str:
-        """Of what is asked and how people voted, in order; not of the images, whose mended files are the same row."""
+        """Of what is asked and how people voted, in order, and of images that were made; not of files: a mended one is the same row."""
         found = hashlib.sha256()
         for comparison, rows in self.items:
             asked = [comparison.task, comparison.aspects[rows], comparison.names[rows], comparison.votes[rows].tolist()]
-            found.update(json.dumps(asked).encode())
+            # their keys have the pixels' digest: other photographs in a folder make other images of the same votes
+            made = [image.key for image in comparison.images if isinstance(image.content, np.ndarray)]
+            found.update(json.dumps([*asked, made]).encode())
         return found.hexdigest()
 
     def __len__(self) -> int:
@@ -158,10 +162,11 @@ def _stored(config: TrainConfig) -> StoredComparisons:
         strict=config.strict,
     )
     comparisons = _loaded(config.dataset_name, options)
+    names = frozenset(name for comparison in comparisons for name in comparison.names)
     if config.train_share < 1:
         order = np.random.default_rng([config.seed, _SHARE]).permutation(len(comparisons))
         comparisons = [comparisons[k] for k in order[: max(1, round(config.train_share * len(comparisons)))]]
-    return StoredComparisons(comparisons, config.max_aspects)
+    return StoredComparisons(comparisons, config.max_aspects, names)
 
 
 def validation_comparisons(config: TrainConfig) -> list[Comparison]:

@@ -31,7 +31,7 @@ class Log:
     Args:
         accelerator: of the run, whose trackers are used.
         folder: the output folder.
-        start, steps: first step and number of all.
+        start, steps: how many are done, and how many there are.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, start: int, steps: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -93,7 +94,7 @@ class VoteObjective:
     All aspects of all comparisons of a batch go through in one call, which encodes each image once.
 
     Raises:
-        TPIPSError: a triplet judge on 2AFC data.
+        TPIPSError: a triplet judge on 2AFC data, or weights of aspects that the data do not have, or that leave none.
     """
 
     def __init__(self, config: TrainConfig, fusion: FusionModule) -> None:
@@ -104,6 +105,7 @@ class VoteObjective:
             raise TPIPSError(f"{fusion.kind} fusion needs odd-one-out triplets, but {config.dataset_name} has 2AFC.")
         self.temperature = config.temperature or (1.0 if self.whole else fusion.temperature)
         self.aspect_weights = config.aspect_weights or {}
+        _check_weights(self.aspect_weights, self.examples.source.names, config.dataset_name)
 
     def weight(self, batch: Sequence[Example]) -> float:
         return float(self._weights(batch).sum())
@@ -123,6 +125,16 @@ class VoteObjective:
 
     def _weights(self, batch: Sequence[Example]) -> Tensor:
         return torch.tensor([self.aspect_weights.get(name, 1.0) for example in batch for name in example.names])
+
+
+def _check_weights(weights: Mapping[str, float], names: Collection[str], where: str) -> None:
+    for name in weights:
+        if name not in names:
+            near = difflib.get_close_matches(name, sorted(names), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it asks of {', '.join(sorted(names)[:20])}."
+            raise TPIPSError(f"aspect_weights has {name!r}, which {where} never asks of; {hint}")
+    if all(weights.get(name, 1.0) == 0 for name in names):
+        raise TPIPSError(f"aspect_weights gives 0 to every aspect of {where}, so that nothing would be learnt; leave one above 0.")
 
 
 class ScorerWithHeads(Scorer):

@@ -11,7 +11,7 @@ import yaml
 
 from metric_training.training.config import TrainConfig, check_config
 from metric_training.training.model import build_fusion
-from metric_training.training.state import BEST, LOG, STATE, load_checkpoint
+from metric_training.training.state import BEST, LOG, STATE, check_same_origin, frozen_digest, load_checkpoint
 from tpips_reward import Metric, TPIPSError
 from tpips_reward.files import write_text
 
@@ -44,11 +44,12 @@ def trained_metric(path: Path) -> tuple[Metric, dict[str, Any]]:
     """The metric of a checkpoint file on the CPU, and the checkpoint.
 
     Raises:
-        TPIPSError: no checkpoint, or one that does not fit what its training started from.
+        TPIPSError: no checkpoint, or one that does not fit what its training started from, or what that has become since.
     """
     saved = load_checkpoint(path, {"trained", "step", "seconds", "config"})
     config = saved_config(saved, path)
     fusion = build_fusion(config)
+    check_same_origin(saved, {"start": frozen_digest(fusion)}, config, path)
     for name, value in saved["trained"].items():
         if not bool(value.isfinite().all()):
             raise TPIPSError(f"{path}: {name} holds NaN or infinite numbers; take the other checkpoint of the run, or train anew.")

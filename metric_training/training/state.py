@@ -6,6 +6,7 @@ weights are in neither. Files are written by the main process, whole or not at a
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -32,8 +33,13 @@ STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
 DIVERGED = "diverged.txt"
 #: What a checkpoint to resume from holds.
 _TYPES: dict[str, Any] = {
-    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict, "data": str,
+    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict,
 }  # fmt: skip
+#: What it holds beside that, unless it was made by a version from before that: what a run is the continuation of, ...
+_ORIGIN: dict[str, Any] = {"data": str, "start": str, "teacher": str, "processes": int}
+#: ... and the record of a step that is done, where its validation is not.
+UNVALIDATED = "unvalidated"
+_OPTIONAL: dict[str, Any] = {**_ORIGIN, UNVALIDATED: dict}
 _ANEW = "give the folder of another run, or start anew with --overwrite."
 # Gathered from all processes on the main one, whatever the sharding.
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -108,21 +114,45 @@ def check_same_settings(saved: Mapping[str, Any], config: TrainConfig, what: str
             )
 
 
-def check_same_data(saved: Mapping[str, Any], digest: str, config: TrainConfig, where: Path) -> None:
-    """Refuses data whose rows, aspects or votes are not those of the run that goes on; its steps would take others.
+def frozen_digest(module: nn.Module) -> str:
+    """Of the weights that are not trained: they are in no checkpoint, and what is trained means nothing beside others.
+
+    64 numbers of each are looked at: weights that were trained anew differ in all, and those of a large backbone are many.
+    """
+    found = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            values = parameter.detach().flatten()
+            values = values[:: max(1, len(values) // 64)].float().cpu()
+            found.update(f"{name} {tuple(parameter.shape)} ".encode() + values.numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_same_origin(saved: Mapping[str, Any], origin: Mapping[str, Any], config: TrainConfig, where: Path) -> None:
+    """Refuses to go on with a checkpoint elsewhere than it came from.
 
     Args:
-        saved: the checkpoint; digest: of the data now (see `examples.VoteExamples.digest`).
+        saved: the checkpoint.
+        origin: what there is now: "data", a digest (see `examples.VoteExamples.digest`); "start" and "teacher", of their
+            frozen weights (see `frozen_digest`); "processes", how many.
         where: the checkpoint is, for the message.
 
     Raises:
-        TPIPSError: they differ.
+        TPIPSError: something differs.
     """
-    if saved["data"] != digest:
-        raise TPIPSError(
-            f"The rows of {config.dataset_name} are not those that the checkpoint {where} was made with (other aspects or votes, "
-            "rows added or left out, or another order); bring the data back, or start anew in another --output_dir."
-        )
+    reasons = {
+        "data": f"The rows of {config.dataset_name} are not those that the checkpoint {where} was made with (other aspects or "
+        "votes, rows added or left out, or another order); bring the data back",
+        "start": f"The weights of {config.model_name_or_path} are not those that the checkpoint {where} was trained beside; "
+        "bring them back",
+        "teacher": f"The weights of the teacher {config.teacher} are not those that the checkpoint {where} was made with; bring "
+        "them back",
+        "processes": f"The checkpoint {where} was made by {saved.get('processes')} processes, not {origin.get('processes')}, which "
+        "would take other rows in a step; launch as many (--num_processes)",
+    }
+    for name, value in origin.items():
+        if saved.get(name, value) != value:
+            raise TPIPSError(f"{reasons[name]}, or start anew in another --output_dir.")
 
 
 def load_checkpoint(path: Path, keys: set[str]) -> dict[str, Any]:
@@ -139,7 +169,10 @@ def load_checkpoint(path: Path, keys: set[str]) -> dict[str, Any]:
         # torch's own text is a page of advice on files of other origin
         reason = f"{error.strerror}" if isinstance(error, OSError) else f"{path.stat().st_size} bytes, {type(error).__name__}"
         raise TPIPSError(f"The checkpoint {path} is damaged or none ({reason}); {_ANEW}") from error
-    if not isinstance(saved, dict) or keys - saved.keys() or any(not isinstance(saved[key], _TYPES[key]) for key in keys):
+    wanted = {key: _TYPES[key] for key in keys}
+    if isinstance(saved, dict):
+        wanted |= {key: kind for key, kind in _OPTIONAL.items() if key in saved}
+    if not isinstance(saved, dict) or any(not isinstance(saved.get(key), kind) for key, kind in wanted.items()):
         raise TPIPSError(f"{path} is no checkpoint of metric_training/train.py, or of another version; {_ANEW}")
     return saved
 

@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command("plan", plan, resolution=512, rank=64)
     one = command("iteration", iteration, resolution=512)
     many = command("memory", memory, edits=8, resolution=512)
-    many.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8])
+    many.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 6])
     single = command("one-memory", one_memory, edits=8, resolution=512, last=1)
     single.add_argument("--recompute", action="store_true")
     for made in (one, many, single):

@@ -25,6 +25,15 @@ def draw_pictures(folder: Path) -> None:
     (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
 
 
+def detailed_picture(width: int = 180, height: int = 120) -> Image.Image:
+    """Something with color, detail and a left and right side."""
+    v, u = np.mgrid[0:height, 0:width] / height
+    wave = 60 * np.sin(70 * u) * np.sin(60 * v)
+    pixels = np.stack([90 + 80 * u + wave, 60 + 90 * v + wave, 160 - 70 * u + wave], -1)
+    pixels[: height // 2, : width // 4] = (230, 40, 30)
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
 def row(*images: object, **changes: Any) -> dict[str, Any]:
     names = [f"{name}.png" if isinstance(name, int) else name for name in (*images, *range(6, 9))][:3]
     factor = {"name": "lighting", "label": "p1", "probs": [0.2, 0.6, 0.2]} | changes.pop("factor", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from bad_input import save_start, tiny, written
 
 from metric_training import train
+from metric_training.builtin_model import build_late_fusion
 from metric_training.training.output import trained_metric
 from metric_training.training.runs import finish
 from metric_training.training.state import STATE, write_checkpoint
-from tpips_reward import TPIPSError, load_metric
+from tpips_reward import Metric, TPIPSError, load_metric
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other shapes": (changed(trained=lambda old: {k: v[..., :1] for k, v in old.items()}), "has the shape"),
     "NaN": (changed(trained=lambda old: {k: v * float("nan") for k, v in old.items()}), "holds NaN"),
     "no optimizer": (changed(optimizer={}), "its optimizer"),
+    "more processes": (changed(processes=2), "was made by 2 processes, not 1"),
+    "processes of another type": (changed(processes="two"), "is no checkpoint"),
     "other settings": (changed(config=lambda old: old | {"seed": 7}), "was made with seed=7, not 0; use the same settings"),
 }  # fmt: skip
 
@@ -73,6 +77,41 @@ def test_checkpoints_that_no_run_goes_on_from(case: str, start: str, finished: P
         train.main(tiny(start, tmp_path / "run", resume=True))
     assert message in str(found.value) and "start anew" in str(found.value) and len(str(found.value)) < 500
     assert sorted((path.name, path.stat().st_size) for path in (tmp_path / "run").iterdir()) == before
+
+
+def test_a_checkpoint_of_before_there_was_a_setting_is_gone_on_from(start: str, finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    saved = torch.load(finished / STATE, weights_only=True)
+    for name in ("data", "start", "processes"):
+        del saved[name]
+    del saved["config"]["optim"]
+    torch.save(saved | {"step": 1}, folder / STATE)
+    train.main(tiny(start, folder, resume=True))
+    again = torch.load(folder / STATE, weights_only=True)
+    assert again["step"] == 2 and again["processes"] == 1 and load_metric(folder / "last", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model_name_or_path", "teacher"])
+def test_weights_that_were_trained_anew_are_another_start(name: str, start: str, tmp_path: Path) -> None:
+    place, folder = tmp_path / "place", tmp_path / "run"
+    shutil.copytree(start, place)
+    changes: dict[str, Any] = {"train_samples": 1}
+    if name == "teacher":
+        changes |= {"teacher": start, "objective": "embeddings", "fusion": "mid", "probe_layers": [1, 2]}
+    config = tiny(start, folder, **(changes | {name: str(place)}))
+    train.main(config)
+    made = torch.load(folder / STATE, weights_only=True)
+    Metric(build_late_fusion(1, hidden=96, layers=2, vision_hidden=32)).save_pretrained(place)
+    with pytest.raises(TPIPSError, match=r"The weights of .*place are not those that the checkpoint .* bring them back"):
+        train.main(replace(config, resume=True))
+    if name == "model_name_or_path":
+        with pytest.raises(TPIPSError, match=r"The weights of .*place are not those that the checkpoint .* was trained beside"):
+            trained_metric(folder / STATE)
+    shutil.rmtree(place)
+    shutil.copytree(start, place)
+    train.main(replace(config, resume=True))
+    assert made["start"] == torch.load(folder / STATE, weights_only=True)["start"]
 
 
 @pytest.mark.parametrize(

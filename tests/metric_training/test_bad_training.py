@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import draw_pictures, row, save_start, tiny, written
+from bad_input import detailed_picture, draw_pictures, row, save_start, tiny, written
+from PIL import ImageOps
 
 from metric_training import train
+from metric_training.data.procedural import procedural_data
+from metric_training.training.config import TrainConfig
+from metric_training.training.examples import FreshTriplets, StoredComparisons
 from metric_training.training.state import STATE
-from tpips_reward import TPIPSError
+from tpips_reward import TPIPSError, load_metric
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +89,88 @@ def test_a_full_device_costs_no_step(start: str, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "run" / "last").is_dir()
 
 
-def test_a_device_that_is_full_in_a_validation_costs_no_step(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def full(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_device_that_is_full_in_a_validation_costs_neither_a_step_nor_the_validation(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    config = tiny(start, tmp_path / "run", save_steps=99, eval_steps=step)
     monkeypatch.setattr("metric_training.training.validation.Validation.__call__", full)
-    with pytest.raises(TPIPSError, match="full in the validation after step 1"):
-        train.main(tiny(start, tmp_path / "run", save_steps=99, eval_steps=1))
+    for again in (False, True):
+        with pytest.raises(TPIPSError, match=f"full in the validation after step {step}.*go on with --resume"):
+            train.main(replace(config, resume=again))
+        assert torch.load(tmp_path / "run" / STATE, weights_only=True)["step"] == step
+    monkeypatch.undo()
+    train.main(replace(config, resume=True))
+    train.main(replace(config, output_dir=str(tmp_path / "whole")))
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole") and len(logged(tmp_path / "run")) == 2
+    assert load_metric(tmp_path / "run" / "best", device="cpu")
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+
+
+def test_a_device_that_is_full_before_anything_is_saved_is_told_what_works(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name, flags in ((train, "build_fusion", {}), (train, "accumulate_gradients", {"overwrite": True})):
+        monkeypatch.setattr(place, name, full)
+        message = "before a step could be made" if name == "build_fusion" else "in step 1"
+        with pytest.raises(TPIPSError, match=f"memory of the device was full {message}.* start again with --overwrite"):
+            train.main(tiny(start, tmp_path / "run", **flags))
+        monkeypatch.undo()
+
+
+def test_an_optimizer_for_which_the_device_has_no_room_leaves_the_checkpoint_before(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = torch.optim.AdamW.step, []
+
+    def full_in_the_second_step(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        return real(self, *args) if len(calls) != 2 else full()
+
+    config = tiny(start, tmp_path / "run")
+    monkeypatch.setattr(torch.optim.AdamW, "step", full_in_the_second_step)
+    with pytest.raises(TPIPSError, match=r"full in step 2, where the optimizer was at work\..*go on with --resume"):
+        train.main(config)
+    monkeypatch.undo()
     assert torch.load(tmp_path / "run" / STATE, weights_only=True)["step"] == 1
+    train.main(replace(config, resume=True))
+    train.main(replace(config, output_dir=str(tmp_path / "whole")))
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole")
+
+
+def test_a_step_of_aspects_without_weight_changes_nothing(start: str, tmp_path: Path) -> None:
+    config = tiny(start, tmp_path / "run", train_samples=1, weight_decay=0.0)
+    names = FreshTriplets(config)[0].names
+    train.main(replace(config, aspect_weights=dict.fromkeys(names, 0.0)))
+    assert [line["loss"] for line in logged(tmp_path / "run")] == [0.0]
+    trained = torch.load(tmp_path / "run" / STATE, weights_only=True)["trained"]
+    assert not any(bool(value.any()) for name, value in trained.items() if "lora_B" in name)
+
+
+def test_the_learning_rate_that_is_logged_is_the_towers(start: str, tmp_path: Path) -> None:
+    train.main(tiny(start, tmp_path / "run", fusion="early", optim="muon", head_learning_rate_factor=5.0, warmup_ratio=0.0, max_steps=1))
+    assert logged(tmp_path / "run")[0]["learning_rate"] == TrainConfig.learning_rate
+
+
+def test_another_photograph_in_a_folder_makes_other_rows(tmp_path: Path) -> None:
+    def digest() -> str:
+        comparisons = procedural_data("photographs", 2, size=32, folder=str(tmp_path)).comparisons
+        return StoredComparisons(comparisons, 8, frozenset()).digest
+
+    whole = detailed_picture()
+    whole.save(tmp_path / "a.png")
+    first = digest()
+    assert digest() == first
+    ImageOps.flip(whole).save(tmp_path / "a.png")  # the same votes of other images
+    assert digest() != first
 
 
 @pytest.mark.parametrize("change", ["votes", "aspect", "order", "fewer"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bad_input import detailed_picture
 from PIL import Image
 
 from metric_training.data.comparison import CHOICE_PAIRS, DataError
@@ -33,22 +34,13 @@ from metric_training.data.votes import PAIRS, Voters
 from tpips_reward import TPIPSError
 
 
-def picture(width: int = 180, height: int = 120) -> Image.Image:
-    """Something with color, detail and a left and right side."""
-    v, u = np.mgrid[0:height, 0:width] / height
-    wave = 60 * np.sin(70 * u) * np.sin(60 * v)
-    pixels = np.stack([90 + 80 * u + wave, 60 + 90 * v + wave, 160 - 70 * u + wave], -1)
-    pixels[: height // 2, : width // 4] = (230, 40, 30)
-    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-
-
 @pytest.fixture(scope="module")
 def photo() -> Photograph:
-    return photograph("drawn", picture())
+    return photograph("drawn", detailed_picture())
 
 
 def test_each_change_does_what_its_name_says() -> None:
-    image = picture()
+    image = detailed_picture()
     plain = apply_change(image, Change(), 40).astype(float)
     assert plain.shape == (40, 60, 3)  # the photograph's own aspect ratio
 
@@ -140,18 +132,18 @@ def test_photo_triplets_are_well_formed_and_repeat_with_their_seed(photo: Photog
 
 def test_a_photograph_offers_only_changes_that_can_be_seen(photo: Photograph) -> None:
     assert set(photo.parts) == set(PHOTO_PARTS)
-    gray = photograph("gray", picture().convert("L"))
+    gray = photograph("gray", detailed_picture().convert("L"))
     assert "saturation" not in gray.parts and "brightness" in gray.parts
     with pytest.raises(DataError, match="can be changed visibly"):
         photograph("blank", Image.new("RGB", (60, 60), "black"))
     with pytest.raises(DataError, match="strip"):
-        photograph("strip", picture().resize((300, 20)))
+        photograph("strip", detailed_picture().resize((300, 20)))
 
 
 def test_a_folder_of_photographs(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    picture().save(tmp_path / "sub" / "b.png")
-    picture(90, 120).save(tmp_path / "a.jpg")
+    detailed_picture().save(tmp_path / "sub" / "b.png")
+    detailed_picture(90, 120).save(tmp_path / "a.jpg")
     assert [p.name for p in load_photographs(tmp_path)] == ["a.jpg", "sub/b.png"]
     data = procedural_data("photographs", 2, folder=str(tmp_path), size=24)
     assert {c.source for c in data.comparisons} <= {"a.jpg", "sub/b.png"}

@@ -9,23 +9,27 @@ import os
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
 import yaml
+from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from metric_training import train
 from metric_training.builtin_model import build_late_fusion
+from metric_training.training import setup
 from metric_training.training.config import TrainConfig
 from metric_training.training.model import build_fusion
 from metric_training.training.objectives import build_objective
 from metric_training.training.setup import build_optimizers
 from metric_training.training.state import restore, training_state
-from tpips_reward import Metric
+from tpips_reward import Metric, TPIPSError
 
 SETTINGS = Path(train.__file__).parent / "accelerate" / "fsdp2.yaml"
 
@@ -89,6 +93,13 @@ def test_sharded_weights_make_the_same_step(tmp_path: Path) -> None:
     assert found["trained"].keys() == expected["trained"].keys() and asdict(config)["use_peft"]
     for name, value in expected["trained"].items():
         assert torch.allclose(found["trained"][name], value, atol=2e-5), name
+
+
+def test_muon_is_refused_where_matrices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "Accelerator", lambda **_: SimpleNamespace(distributed_type=DistributedType.FSDP))
+    with pytest.raises(TPIPSError, match="optim muon needs whole matrices, which FSDP shares out; use adamw_torch"):
+        setup.build_accelerator(TrainConfig(optim="muon"))
+    setup.build_accelerator(TrainConfig())
 
 
 def test_accelerate_reads_the_settings() -> None:

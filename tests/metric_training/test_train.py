@@ -33,7 +33,7 @@ from metric_training.training.setup import build_optimizers
 from metric_training.training.state import BEST, STATE
 from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.files import TEMPORARY
-from tpips_reward.scenes import to_tensor
+from tpips_reward.scenes import ASPECTS, to_tensor
 
 CONFIGS = Path(train.__file__).parent / "configs"
 KINDS = ("late", "mid", "early", "triplet")
@@ -98,13 +98,36 @@ def test_a_killed_run_resumes_to_the_bit(
     assert losses(finished) == losses(tmp_path)
 
 
-def test_a_run_that_is_killed_at_any_time_resumes_to_the_bit(start: str, tmp_path: Path) -> None:
+def test_a_kill_between_the_checkpoint_and_what_follows_it_loses_no_line_of_the_log(
+    start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = train.write_checkpoint
+
+    def dies_after_the_second_step(path: Path, content: dict[str, Any]) -> None:
+        real(path, content)
+        if content["step"] == 2 and path.name == STATE:
+            raise KeyboardInterrupt
+
+    config = tiny(start, tmp_path, fusion="early", name="tiny")
+    monkeypatch.setattr(train, "write_checkpoint", dies_after_the_second_step)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(config)
+    monkeypatch.undo()
+    train.main(replace(config, resume=True))
+    assert losses(tmp_path) == losses(finished) and len(losses(tmp_path)) == 4
+
+
+def test_a_run_that_is_killed_at_any_time_resumes_to_the_bit(
+    start: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     def launch(name: str, *flags: str) -> subprocess.Popen[bytes]:
         config = tiny(start, tmp_path / name, max_steps=30, optim="muon", use_peft=False, save_steps=2, eval_steps=10)
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({k: v for k, v in asdict(config).items() if v is not None}))
         return subprocess.Popen([sys.executable, train.__file__, "--config", str(tmp_path / f"{name}.yaml"), *flags])
 
     whole, killed = launch("whole"), launch("killed")
+    request.addfinalizer(whole.kill)  # where a line below fails
+    request.addfinalizer(killed.kill)
     while not list((tmp_path / "killed").glob(f"{TEMPORARY}*")) or not (tmp_path / "killed" / STATE).exists():
         assert killed.poll() is None, "it ended before a second checkpoint was seen half written"
     killed.kill()  # SIGKILL, in the middle of a checkpoint
@@ -135,6 +158,9 @@ def test_muon_has_the_matrices_of_the_towers_and_adamw_the_rest(start: str, tmp_
     assert all(model.get_parameter(name).ndim == 2 and ".backbone." in name for name in with_muon)
     assert {n for n in with_adamw if n.endswith(("embed_tokens.weight", "pos_embed.weight", "patch_embed.proj.weight"))}
     assert {n for n in with_adamw if "readout_head" in n} and not [n for n in with_adamw if "q_proj" in n]
+
+    settings |= {"use_peft": True, "freeze_vision": True, "freeze_embeddings": True, "attribute_weight": 0.0}
+    assert [type(o) for o in build_optimizers(config, build_fusion(replace(config, **settings)))] == [torch.optim.Muon]
 
     # a step of Muon is as large as one of AdamW: about lr * 0.2 * sqrt(of what the orthogonal matrix lacks), whatever the gradient
     weight = model.get_parameter(towers[0])
@@ -213,9 +239,9 @@ def _assert_close(one: dict[str, Any], two: dict[str, Any]) -> None:
     for name, value in one["trained"].items():
         assert torch.allclose(value, two["trained"][name], atol=2e-5), name
     for name, moments in one["optimizer"]["state"].items():  # AdamW's steps are those of gradients of any scale, its moments are not
-        found = two["optimizer"]["state"][name]["exp_avg"]
-        scale = float(moments["exp_avg"].abs().max())
-        assert torch.allclose(moments["exp_avg"], found, rtol=1e-3, atol=1e-2 * scale), name
+        key = "exp_avg" if "exp_avg" in moments else "momentum_buffer"
+        scale = float(moments[key].abs().max())
+        assert torch.allclose(moments[key], two["optimizer"]["state"][name][key], rtol=1e-3, atol=1e-2 * scale), name
 
 
 def _train_as(rank: int, config: TrainConfig, port: int) -> None:
@@ -227,8 +253,9 @@ def _train_as(rank: int, config: TrainConfig, port: int) -> None:
     PartialState().destroy_process_group()
 
 
-def test_two_processes_are_one_with_the_same_global_batch(start: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"lora_dropout": 0.0, "max_steps": 2, "fusion": "early", "max_grad_norm": 1e6}
+@pytest.mark.parametrize("changes", [{"fusion": "early"}, {"optim": "muon", "use_peft": False}], ids=["adamw", "muon"])
+def test_two_processes_are_one_with_the_same_global_batch(start: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"lora_dropout": 0.0, "max_steps": 2, "max_grad_norm": 1e6, **changes}
     settings["aspect_weights"] = {"position": 4.0, "texture": 0.5}  # the two processes' shares weigh differently in both steps
     train.main(tiny(start, tmp_path / "one", per_device_train_batch_size=2, **settings))
     config = tiny(start, tmp_path / "two", per_device_train_batch_size=1, **settings)
@@ -375,6 +402,11 @@ def test_a_used_folder_and_a_missing_checkpoint_are_refused(start: str, finished
         ({"bf16": True, "use_peft": False}, "bf16 holds frozen weights"),
         ({"lora_target_modules": ["nothing"]}, "the language tower does not have"),
         ({"model_name_or_path": "no_such_thing"}, "no_such_thing"),
+        ({"adam_beta2": 1.0}, "adam_beta2 must be at least 0 and below 1, not 1.0"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and below 1, not 1.0"),
+        ({"seed": 2**70}, "seed must be at most"),
+        ({"aspect_weights": {"rotatoin": 4.0}}, "'rotatoin', which procedural never asks of; did you mean 'rotation'"),
+        ({"aspect_weights": dict.fromkeys(ASPECTS, 0.0)}, "gives 0 to every aspect of procedural"),
     ],
 )
 def test_bad_settings_are_one_sentence(start: str, tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -91,12 +91,12 @@ def test_an_evaluation_is_kept_and_damage_is_noticed(tmp_path: Path) -> None:
     loaded = Evaluation.load(tmp_path)
     assert loaded is not None and loaded.rows == result.rows
     assert all(torch.equal(a, b) for a, b in zip(loaded.images, result.images, strict=True))
-    for content in ('{"rows": [{"key": "a"}], "seconds": 1}', '{"rows": 3, "seconds": 1}', "[]", '{"rows": [], "seconds": "x"}'):
+    for content in ('{"rows": [{"key": "a"}], "seconds": 1}', '{"rows": 3, "seconds": 1}', "[]", '{"rows": [], "seconds": "x"}', "{"):
         (tmp_path / "before.json").write_text(content)
-        with pytest.raises(RunError, match=r"before\.json is damaged"):
+        with pytest.raises(RunError, match=r"before\.json is damaged.*remove .*before\.json, and --resume evaluates"):
             Evaluation.load(tmp_path)
     (tmp_path / "before.safetensors").write_bytes(b"")
-    with pytest.raises(RunError, match="damaged"):
+    with pytest.raises(RunError, match=r"before\.safetensors is damaged.*remove .*before\.json, and --resume"):
         Evaluation.load(tmp_path)
 
 

@@ -21,6 +21,7 @@ from rl_recipes import building, collecting, grpo, grpo_edit
 from rl_recipes.editors import load_editor
 from rl_recipes.evaluation import MEASURES
 from rl_recipes.optimizing import NonFiniteError
+from rl_recipes.runs import RunError, RunFolder
 from tpips_reward.errors import TPIPSError
 
 Flags = Callable[..., list[str]]
@@ -191,6 +192,49 @@ def test_a_reward_that_fails_stops_the_run_and_keeps_the_batch(
     assert (run / "checkpoints" / "step_000001").is_dir()
     assert grpo_edit.main(["--resume", f"--output_dir={run}"]) == 0
     _assert_same_run(run, whole_run)
+
+
+def test_a_full_disk_does_not_hide_why_the_reward_failed(
+    flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RunError("Cannot write failed_batch: the disk is full.")
+
+    monkeypatch.setattr(RunFolder, "save_failed_batch", refuse)
+    made = flags(tmp_path / "run", reward="reward_functions:not_a_number", reward_retries=0, eval_samples=0)
+    assert grpo_edit.main(made) == 2
+    error = capsys.readouterr().err
+    assert "its scores for 4 edits are [nan" in error and "could not be kept (Cannot write failed_batch: the disk is full.)" in error
+
+
+def test_a_damaged_evaluation_is_repeated_after_the_remedy_that_is_named(
+    flags: Flags, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    (run / "before.safetensors").write_bytes(b"")
+    assert grpo_edit.main(["--resume", f"--output_dir={run}"]) == 2
+    assert f"remove {run / 'before.json'}, and --resume" in capsys.readouterr().err
+    (run / "before.json").unlink()
+    assert grpo_edit.main(["--resume", f"--output_dir={run}"]) == 0
+    _assert_same_run(run, whole_run)
+
+
+def test_a_tracker_gets_every_number_of_every_iteration(flags: Flags, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs a tracker: pip install 'tpips-reward[trackers]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    assert grpo_edit.main(flags(run, report_to="tensorboard", max_steps=2, eval_samples=0)) == 0
+    assert grpo_edit.main(["--resume", f"--output_dir={run}", "--max_steps=3"]) == 0
+    found = EventAccumulator(str(run / "logs" / "grpo_edit"))
+    found.Reload()
+    lines = _lines(run)
+    numbers = {name for name, value in lines[0].items() if isinstance(value, float)}
+    assert {"reward_mean", "kl", "grad_norm", "copy_rate", "judge"} <= numbers <= set(found.Tags()["scalars"])
+    for name in numbers:
+        points = [(event.step, event.value) for event in found.Scalars(name)]
+        assert points == [(line["iteration"], pytest.approx(line[name], rel=1e-5, abs=1e-6)) for line in lines]
 
 
 def test_a_nan_stops_the_run_before_it_reaches_the_weights(

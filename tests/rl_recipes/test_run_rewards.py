@@ -71,6 +71,7 @@ def test_entries() -> None:
         (f"{OWN}:NUMBER", "is a int; give a function"),
         (f"{OWN}:asks_for_more", "asks for 'masks'; its arguments may be images, sources"),
         (f"{OWN}:asks_for_nothing", "does not ask for 'images'"),
+        ("builtins:max", "'builtins:max' does not say what arguments it has"),
     ],
 )
 def test_what_cannot_be_a_reward_is_named(text: str, message: str) -> None:
@@ -105,6 +106,28 @@ def test_several_sources_are_added_with_their_weights_and_keep_their_parts() -> 
     other = "[gate=none,dtype=bfloat16,device=cpu]"
     assert out.per_aspect[0].keys() == {"preserve", "target", f"preserve{other}", f"target{other}"}
     assert {"change", f"change{other}"} <= out.terms.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tpips:preserve[device=cpu]",
+        f"{OWN}:brightness=0.1,tpips:preserve[device=cpu]",
+        "tpips:target[gate=none],tpips:preserve",
+        "tpips:preserve[device=cpu],tpips:edit[gate=none]",
+    ],
+)
+def test_one_source_keeps_the_names_that_the_evaluation_knows(text: str) -> None:
+    edits, sources = images(2, seed=1), images(2, seed=2)
+    alone = build_rewards("tpips:preserve", _settings(), "cpu")(edits, sources, _prompts())
+    rewards = build_rewards(text, _settings(), "cpu")
+    out = rewards(edits, sources, _prompts())
+    assert out.parts.keys() == rewards.weights.keys()
+    for name in ("preserve", "change"):
+        assert torch.equal(out.terms[name], alone.terms[name])
+    assert {"preserve", "target"} <= out.per_aspect[0].keys()
+    assert out.per_aspect[0]["preserve"] == alone.per_aspect[0]["preserve"]
+    assert all("[" in name for name in out.terms.keys() - alone.terms.keys())
 
 
 def test_a_function_gets_what_it_names() -> None:
@@ -207,6 +230,15 @@ def test_a_judge_must_not_be_optimised() -> None:
         check_judge(rewards_of({"b": PixelSource()}), reward)
 
 
+def test_a_judge_that_is_the_reward_on_another_device_is_one_that_is_optimised() -> None:
+    reward = rewards_of({"tpips:preserve": PixelSource(), "tpips:edit[gate=none,device=cuda:1]": PixelSource()})
+    for name in ("tpips:preserve[device=cuda:1]", "tpips:preserve[dtype=bfloat16,device=cpu]", "tpips:edit[gate=none]"):
+        with pytest.raises(ConfigError, match="is a part of the reward"):
+            check_judge(rewards_of({name: PixelSource()}), reward)
+    for name in ("tpips:edit", "tpips:preserve[metric=a/b]", "tpips:target[device=cuda:1]"):
+        check_judge(rewards_of({name: PixelSource()}), reward)
+
+
 def test_a_server_is_asked_like_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[Any, ...]] = []
 
@@ -231,6 +263,8 @@ def test_a_server_is_asked_like_a_metric(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TPIPSError, match="the server refuses these aspects"):
         alone.check_aspects(["a"], [])
     both = build_rewards(f"{OWN}:everything=2,{name}", _settings(), "cpu")(edits, edits, _prompts())
-    assert both.scores.tolist() == [5.0, 6.0] and both.terms.keys() == {f"preserve[{name}]"}
+    assert both.scores.tolist() == [5.0, 6.0] and both.terms.keys() == {"preserve"}
+    two = build_rewards(f"{name},remote:http://other:8000", _settings(), "cpu")(edits, edits, _prompts())
+    assert two.terms.keys() == {"preserve", "preserve[remote:http://other:8000]"}
     with pytest.raises(ConfigError, match="no option 'colour'"):
         build_rewards(f"{name}[colour=red]", _settings(), "cpu")
