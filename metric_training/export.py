@@ -40,7 +40,7 @@ procedural scenes (`tpips_reward.scenes`) with simulated voters. It knows flat s
 aspects. It is there to run, test and demonstrate everything without a download; for photographs use `released:{fusion}`.
 
 - Images are brought to about 64 x 64 pixels' area. {scores}
-- `change_scale`, a quarter of the median 1 - f of true edits in the aspect that they change: {change_scale:.4f}.
+- `change_scale`, a third of the median 1 - f of true edits in the aspect that they change: {change_scale:.4f}.
 - Training: {stages}; weights of the {checkpoint}. On one thread of a shared two-core CPU, each by `accelerate launch metric_training/train.py --config
   metric_training/configs/NAME.yaml`; then `python -m metric_training.export --run runs/{config} --output
   tpips_reward/builtin/{fusion}{options}`.

@@ -51,7 +51,7 @@ class Metric:
 
     Args:
         fusion: a fusion module, such as `tpips_reward.fusion.LateFusion`.
-        change_scale: a quarter of the median 1 - f of true edits in the aspect that they change.
+        change_scale: a third of the median 1 - f of true edits in the aspect that they change.
         info: what is known about the weights (name, license, source ...), kept by `save_pretrained`.
         calibration: what its similarities mean to people, where somebody fitted it (`tpips_reward.calibration`).
 
@@ -96,7 +96,7 @@ class Metric:
 
     @property
     def change_scale(self) -> float:
-        """A quarter of the median 1 - f of true edits in the aspect that they change; see `is_calibrated`."""
+        """A third of the median 1 - f of true edits in the aspect that they change; see `is_calibrated`."""
         self._require_pairs()
         return self._change_scale
 

@@ -102,10 +102,10 @@ class RampMetric(ConstantMetric):
         return torch.linspace(0, 1, len(pairs))
 
 
-def test_change_scale_is_a_quarter_of_the_median_change():
-    assert measure_change_scale(ConstantMetric(0.75), samples=5, size=16) == pytest.approx(0.25 / 4)
+def test_change_scale_is_a_third_of_the_median_change():
+    assert measure_change_scale(ConstantMetric(0.75), samples=5, size=16) == pytest.approx(0.25 / 3)
     # Changes 1, 0.9, ... 0.
-    assert measure_change_scale(RampMetric(0.0), samples=11, size=16) == pytest.approx(0.5 / 4)
+    assert measure_change_scale(RampMetric(0.0), samples=11, size=16) == pytest.approx(0.5 / 3)
 
 
 def test_replace_between_marks():

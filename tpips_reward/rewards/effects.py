@@ -75,7 +75,7 @@ def measure_effects(
 
 
 def measure_change_scale(metric: PairMetric, samples: int = 200, seed: int = 0, size: int = 64) -> float:
-    """A quarter of the median target change of true procedural edits (training split): a metric's `change_scale`.
+    """A third of the median target change of true procedural edits (training split): a metric's `change_scale`.
 
     The gate opens fully at this change, so that it tells edits from copies and has little say among edits. At the median
     it would vary between edits that are all well done, and drown what the reward is about: what has stayed. Far below,
@@ -85,7 +85,7 @@ def measure_change_scale(metric: PairMetric, samples: int = 200, seed: int = 0, 
     edits = [sample_edit(rng) for _ in range(samples)]
     sources, ideals = ([to_tensor(render(getattr(e, name), size)) for e in edits] for name in ("source", "ideal"))
     out = TPIPSReward("tpips:target", metric)(ideals, sources, target=[list(edit.target) for edit in edits])
-    return float(out.terms["change"].double().median() / 4)
+    return float(out.terms["change"].double().median() / 3)
 
 
 def markdown_table(table: dict[str, dict[str, float]]) -> str:

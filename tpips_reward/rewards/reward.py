@@ -125,7 +125,7 @@ class TPIPSReward:
             warnings.warn(
                 f"This metric does not say how far a true edit moves an aspect; the gate opens at the rough value "
                 f"{self.metric.change_scale:g}. Measure the target change of good edits (terms['change'] of the output) and "
-                "pass a quarter of its median as gate_threshold.",
+                "pass a third of its median as gate_threshold.",
                 stacklevel=2,
             )
         lowest, highest = self.metric.range

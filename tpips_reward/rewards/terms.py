@@ -33,7 +33,7 @@ class Scale:
         if not (math.isfinite(self.change_scale) and self.change_scale > 0):
             raise TPIPSError(
                 f"The change scale {self.change_scale!r} is not a positive number; pass gate_threshold=<a "
-                "quarter of the median change of good edits> or a metric that states change_scale."
+                "third of the median change of good edits> or a metric that states change_scale."
             )
 
     def change(self, similarity: Tensor) -> Tensor:
