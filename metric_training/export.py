@@ -105,7 +105,7 @@ def export(
         ),
         checkpoint="best validation" if checkpoint == "best" else "last step",
         config=Path(config.output_dir).name,
-        options="" if base is None else f" --base {base}",
+        options=("" if base is None else f" --base {base}") + f" --triplets {triplets}",
         base="" if base is None else f", and only those that differ from {base}'s",
         triplets=triplets,
         table=as_markdown(results),

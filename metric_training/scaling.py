@@ -1,6 +1,6 @@
 """Agreement against the share of the training data (paper, table 7): one training a share, all on the same test set.
 
-    python -m metric_training.scaling --config metric_training/configs/builtin_late.yaml --output_dir runs/scaling
+    python -m metric_training.scaling --config metric_training/configs/builtin_early.yaml --output_dir runs/scaling
 
 Leaves scaling.csv, scaling.md and scaling.png. Shares whose training is finished are not trained again.
 """

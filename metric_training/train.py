@@ -61,14 +61,20 @@ from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import write_text
 from tpips_reward.stopping import Interrupted, StopSignal
 
+_LESS = "Give --gradient_checkpointing or a lower --token_budget"
+_SMALLER = "a smaller --per_device_train_batch_size and more --gradient_accumulation_steps"
 
-def full(where: str, folder: Path) -> TPIPSError:
-    """What to do when the memory of a device was full there."""
-    go_on = "go on with --resume" if (folder / STATE).exists() else "start again with --overwrite"
-    return TPIPSError(
-        f"The memory of the device was full {where}. Give --gradient_checkpointing or a lower --token_budget and {go_on}, "
-        "or start anew with a smaller --per_device_train_batch_size and more --gradient_accumulation_steps."
-    )
+
+def out_of_memory(where: str, resumable: bool, less: str = _LESS, other: str = _SMALLER) -> TPIPSError:
+    """What to do when the memory of a device was full.
+
+    Args:
+        where: it was.
+        resumable: whether there is a checkpoint of this run.
+        less: what needs less and may change on a resume; other: what may not.
+    """
+    go_on = "go on with --resume" if resumable else "start again with --overwrite"
+    return TPIPSError(f"The memory of the device was full {where}. {less} and {go_on}, or start anew with {other}.")
 
 
 def main(config: TrainConfig) -> None:
@@ -86,8 +92,8 @@ def main(config: TrainConfig) -> None:
         except Diverged as error:
             write_text(Path(config.output_dir) / DIVERGED, f"{error}\n")
             raise
-        except torch.OutOfMemoryError as error:  # of the model, before any step
-            raise full("before a step could be made", Path(config.output_dir)) from error
+        except torch.OutOfMemoryError as error:  # mostly of the model, which did not fit
+            raise out_of_memory("outside of a step", config.resume) from error
 
 
 def accumulate_gradients(
@@ -172,7 +178,8 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
                 record |= validate(model)
             except torch.OutOfMemoryError as error:
                 leave(done, **{UNVALIDATED: record})
-                raise full(f"in the validation after step {done}", folder) from error
+                less = "Give a lower --token_budget"
+                raise out_of_memory(f"in the validation after step {done}", (folder / STATE).exists(), less) from error
             if record["validation_agreement"] > best:
                 best = record["validation_agreement"]
                 save(done, BEST)
@@ -202,14 +209,14 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
             raise DataError(f"{error} Mend it and go on with --resume, or take its row out and start anew.") from error
         try:
             loss = accumulate_gradients(accelerator, model, objective, passes, step / steps)
+            norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
         except torch.OutOfMemoryError as error:
             leave(step)
-            raise full(f"in step {step + 1}", folder) from error
+            raise out_of_memory(f"in step {step + 1}", (folder / STATE).exists()) from error
         done = step + 1
         if not math.isfinite(loss):
             log.close()
             raise Diverged(f"The loss became {loss} at step {done}; start anew with a lower --learning_rate.")
-        norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
         if not math.isfinite(norm):  # weights would become NaN, and the next checkpoint too
             log.close()
             raise Diverged(f"The gradient's norm became {norm} at step {done}; start anew with a lower --learning_rate.")
@@ -219,7 +226,9 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
                 wrapper.zero_grad(set_to_none=True)
         except torch.OutOfMemoryError as error:  # some weights are a step ahead of the others: only an earlier checkpoint is whole
             log.close()
-            raise full(f"in step {done}, where the optimizer was at work", folder) from error
+            where = f"in step {done}, where the optimizer was at work"
+            fewer = "fewer weights that train (--lora_r, --freeze_vision, --freeze_embeddings), or on more devices with fsdp2.yaml"
+            raise out_of_memory(where, (folder / STATE).exists(), "Make room", fewer) from error
         seconds_so_far = time.monotonic() - clock
         conclude({"step": done, "loss": loss, "learning_rate": config.learning_rate * factor, "seconds": seconds_so_far})
     log.close()

@@ -12,7 +12,7 @@ from accelerate.utils import InitProcessGroupKwargs, is_tensorboard_available, i
 from transformers.integrations import unset_hf_deepspeed_config
 
 from rl_recipes import logs, sharding, zero
-from rl_recipes.config import Arguments, ConfigError
+from rl_recipes.config import Arguments, ConfigError, RewardArguments
 from rl_recipes.editors import Editor, EditorError, load_editor
 from rl_recipes.job import Job
 from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptSource, Row
@@ -112,14 +112,17 @@ def build_judge(args: Arguments, device: torch.device) -> Rewards | None:
     return build_rewards(args.reward.judge, args.reward, device)
 
 
-def check_judge(judge: Rewards | None, reward: Rewards) -> None:
+def check_judge(judge: Rewards | None, reward: Rewards, settings: RewardArguments) -> None:
     """Refuses a judge that is optimised.
+
+    Args:
+        settings: that hold where a part's own options say nothing.
 
     Raises:
         ConfigError: naming the part that both have.
     """
-    optimised = {_measured(name) for name in reward.weights}
-    both = [name for name in judge.weights if _measured(name) in optimised] if judge is not None else []
+    optimised = [_measured(name, settings) for name in reward.weights]
+    both = [name for name in judge.weights if _measured(name, settings) in optimised] if judge is not None else []
     if both:
         raise ConfigError(
             f"--judge {both[0]!r} is a part of the reward, and a judge that is optimised cannot tell when the reward is "
@@ -127,10 +130,18 @@ def check_judge(judge: Rewards | None, reward: Rewards) -> None:
         )
 
 
-def _measured(name: str) -> tuple[str, frozenset[str]]:
-    """What a part of a reward measures: its name and options, wherever and in whatever type it is computed."""
-    plain, _, options = name.removesuffix("]").partition("[")
-    return plain, frozenset(o for o in options.split(",") if o and not o.startswith(("device=", "dtype=")))
+#: Options of a part that say where and how it is computed, not what.
+_HOW = ("device", "dtype", "timeout", "patience")
+
+
+def _measured(name: str, settings: RewardArguments) -> tuple[str, dict[str, str]]:
+    """What a part of a reward measures: its name, and the options that are not those that hold anyway."""
+    if not name.endswith("]"):
+        return name, {}
+    plain, _, text = name.removesuffix("]").rpartition("[")
+    options = dict(option.split("=", 1) for option in text.split(",") if "=" in option)
+    given = {"metric": settings.metric, "gate": settings.gate}
+    return plain, {k: v for k, v in options.items() if k not in _HOW and v != given.get(k)}
 
 
 def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, torch.optim.AdamW | zero.ZeroOptimizer]:

@@ -49,7 +49,7 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
     folder = building.check_folder(args, accelerator)
     reward = building.build_reward(args, accelerator.device)
     judge = building.build_judge(args, accelerator.device)
-    building.check_judge(judge, reward)
+    building.check_judge(judge, reward, args.reward)
     editor, optimizer = building.build_editor(args, accelerator)
     prompts, held_out, num_held_out = building.build_prompts(args, editor, reward, judge)
     stop = StopSignal(alone=accelerator.num_processes == 1)

@@ -144,6 +144,10 @@ class RemoteSource(AspectSource):
         times = {name: _number(options[name], None) for name in ("timeout", "patience") if name in options}
         self.reward = RemoteReward(address, options.get("reward"), **times)  # type: ignore[arg-type]
 
+    def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+        # the parts that the server's reward has are none of this run's, which gives its own weight and name to the whole
+        return replace(super().__call__(edits, sources, prompts), parts={})
+
 
 class FunctionReward:
     """A function of the user's, given by name on the command line and therefore trusted.
@@ -260,7 +264,7 @@ class Rewards:
                 not finite.
         """
         outputs = [_ask(one, edits, sources, prompts) for one in self.asked]
-        if len(outputs) == 1 and not self.asked[0].suffix:
+        if len(outputs) == 1:
             return outputs[0]
         device = edits[0].device
         total = torch.zeros(len(edits), dtype=torch.float32, device=device)
@@ -365,7 +369,7 @@ def build_rewards(text: str, settings: RewardArguments, device: torch.device | s
             remote = entry.family == "remote"
             retries = 0 if remote else settings.reward_retries
             weights = {entry.name + entry.suffix: entry.weight}
-            rewards.asked.append(Asked(open_source(entry), weights, suffix=f"[{entry.name}]", retries=retries))
+            rewards.asked.append(Asked(open_source(entry), weights, suffix=f"[{entry.name}{entry.suffix}]", retries=retries))
     metrics: list[Asked] = []
     for options, together in grouped.items():
         names = {entry.name + entry.suffix: entry.weight for entry in together}

@@ -77,7 +77,7 @@ class Metric:
         scale = rough if change_scale is None else change_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
             raise TPIPSError(
-                "change_scale (the 1 - f of a true edit in what it changes) must be a positive number, "
+                "change_scale (a third of the median 1 - f of true edits in the aspect that they change) must be a positive number, "
                 f"got {change_scale!r}."
             )
         self._change_scale = float(scale)

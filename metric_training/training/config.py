@@ -71,7 +71,7 @@ class TrainConfig:
     # optimisation
     objective: str = _setting(
         "votes",
-        "'votes'; or a start from scratch: 'scenes' (the vision tower alone learns procedural scenes' parameters) or "
+        "'votes'; or a start from scratch: 'scenes' (the vision tower alone learns procedural scenes' parameters, and which parts of the image the object covers) or "
         "'embeddings' (mid fusion's image tokens learn the embeddings of --teacher).",
     )
     teacher: str | None = _setting(None, "Late metric whose embeddings objective 'embeddings' teaches.")

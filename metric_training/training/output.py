@@ -92,7 +92,7 @@ def write_metrics(folder: Path) -> None:
 
 def _learnt(config: TrainConfig) -> str:
     if config.objective == "scenes":
-        return "the parameters of procedural scenes"
+        return "the parameters of procedural scenes and the parts of the image that the object covers"
     return config.dataset_name if config.teacher is None else f"{config.dataset_name} with embeddings of {config.teacher}"
 
 

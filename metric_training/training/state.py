@@ -1,6 +1,6 @@
 """The output folder, checkpoints that a run resumes from exactly, and the weights of its best validation.
 
-`state.pt` holds what is trained, the optimizer and the step; `best.pt` what was trained at the best validation. Frozen
+`state.pt` holds what is trained, the optimizers, the step and what the run is the continuation of; `best.pt` what was trained at the best validation. Frozen
 weights are in neither. Files are written by the main process, whole or not at all.
 """
 
@@ -117,7 +117,7 @@ def check_same_settings(saved: Mapping[str, Any], config: TrainConfig, what: str
 def frozen_digest(module: nn.Module) -> str:
     """Of the weights that are not trained: they are in no checkpoint, and what is trained means nothing beside others.
 
-    64 numbers of each are looked at: weights that were trained anew differ in all, and those of a large backbone are many.
+    About a hundred numbers of each are looked at: weights that were trained anew differ in all, and those of a large backbone are many.
     """
     found = hashlib.sha256()
     for name, parameter in module.named_parameters():

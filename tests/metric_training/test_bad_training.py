@@ -120,10 +120,29 @@ def test_a_device_that_is_full_before_anything_is_saved_is_told_what_works(
 ) -> None:
     for place, name, flags in ((train, "build_fusion", {}), (train, "accumulate_gradients", {"overwrite": True})):
         monkeypatch.setattr(place, name, full)
-        message = "before a step could be made" if name == "build_fusion" else "in step 1"
+        message = "outside of a step" if name == "build_fusion" else "in step 1"
         with pytest.raises(TPIPSError, match=f"memory of the device was full {message}.* start again with --overwrite"):
             train.main(tiny(start, tmp_path / "run", **flags))
         monkeypatch.undo()
+    (tmp_path / "run" / STATE).write_bytes(b"of an earlier run")
+    monkeypatch.setattr(train, "build_fusion", full)
+    with pytest.raises(TPIPSError, match="outside of a step.* start again with --overwrite"):
+        train.main(tiny(start, tmp_path / "run", overwrite=True))
+
+
+def test_a_device_that_is_full_while_gradients_are_clipped_costs_no_step(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def full_in_the_second_step(*_: object, **__: object) -> torch.Tensor:
+        calls.append(1)
+        return torch.tensor(1.0) if len(calls) != 2 else full()  # type: ignore[return-value]
+
+    monkeypatch.setattr("accelerate.Accelerator.clip_grad_norm_", full_in_the_second_step)
+    with pytest.raises(TPIPSError, match="full in step 2"):
+        train.main(tiny(start, tmp_path / "run", save_steps=99))
+    assert torch.load(tmp_path / "run" / STATE, weights_only=True)["step"] == 1
 
 
 def test_an_optimizer_for_which_the_device_has_no_room_leaves_the_checkpoint_before(
@@ -146,7 +165,7 @@ def test_an_optimizer_for_which_the_device_has_no_room_leaves_the_checkpoint_bef
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
 
 
-def test_a_step_of_aspects_without_weight_changes_nothing(start: str, tmp_path: Path) -> None:
+def test_a_step_of_aspects_without_weight_gives_no_gradient(start: str, tmp_path: Path) -> None:
     config = tiny(start, tmp_path / "run", train_samples=1, weight_decay=0.0)
     names = FreshTriplets(config)[0].names
     train.main(replace(config, aspect_weights=dict.fromkeys(names, 0.0)))

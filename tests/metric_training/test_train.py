@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,9 @@ def test_a_run_that_is_killed_at_any_time_resumes_to_the_bit(
     request.addfinalizer(whole.kill)  # where a line below fails
     request.addfinalizer(killed.kill)
     while not list((tmp_path / "killed").glob(f"{TEMPORARY}*")) or not (tmp_path / "killed" / STATE).exists():
-        assert killed.poll() is None, "it ended before a second checkpoint was seen half written"
-    killed.kill()  # SIGKILL, in the middle of a checkpoint
+        assert killed.poll() is None, "it ended before a second file was seen half written"
+        time.sleep(0.0005)
+    killed.kill()  # SIGKILL, while it writes
     assert killed.wait() == -signal.SIGKILL
     done = state(tmp_path / "killed")["step"]
     assert 0 < done < 30 and done % 2 == 0
@@ -162,7 +164,7 @@ def test_muon_has_the_matrices_of_the_towers_and_adamw_the_rest(start: str, tmp_
     settings |= {"use_peft": True, "freeze_vision": True, "freeze_embeddings": True, "attribute_weight": 0.0}
     assert [type(o) for o in build_optimizers(config, build_fusion(replace(config, **settings)))] == [torch.optim.Muon]
 
-    # a step of Muon is as large as one of AdamW: about lr * 0.2 * sqrt(of what the orthogonal matrix lacks), whatever the gradient
+    # an orthogonal (A, B) matrix has the RMS 1 / sqrt(max(A, B)), and Muon's factor is 0.2 * sqrt(max(A, B)): the RMS is 0.2 * lr
     weight = model.get_parameter(towers[0])
     before = weight.detach().clone()
     weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * 1e-6

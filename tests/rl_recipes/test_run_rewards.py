@@ -224,19 +224,20 @@ def test_numbers_of_any_type_become_float32(monkeypatch: pytest.MonkeyPatch, ans
 
 def test_a_judge_must_not_be_optimised() -> None:
     reward, judge = rewards_of({"a": PixelSource(), "b": PixelSource(1)}), rewards_of({"c": PixelSource(2)})
-    check_judge(judge, reward)
-    check_judge(None, reward)
+    check_judge(judge, reward, _settings())
+    check_judge(None, reward, _settings())
     with pytest.raises(ConfigError, match="--judge 'b' is a part of the reward"):
-        check_judge(rewards_of({"b": PixelSource()}), reward)
+        check_judge(rewards_of({"b": PixelSource()}), reward, _settings())
 
 
 def test_a_judge_that_is_the_reward_on_another_device_is_one_that_is_optimised() -> None:
     reward = rewards_of({"tpips:preserve": PixelSource(), "tpips:edit[gate=none,device=cuda:1]": PixelSource()})
-    for name in ("tpips:preserve[device=cuda:1]", "tpips:preserve[dtype=bfloat16,device=cpu]", "tpips:edit[gate=none]"):
+    same = f"tpips:preserve[metric={_settings().metric}]"
+    for name in ("tpips:preserve[device=cuda:1]", "tpips:preserve[dtype=bfloat16,device=cpu]", "tpips:edit[gate=none]", same):
         with pytest.raises(ConfigError, match="is a part of the reward"):
-            check_judge(rewards_of({name: PixelSource()}), reward)
+            check_judge(rewards_of({name: PixelSource()}), reward, _settings())
     for name in ("tpips:edit", "tpips:preserve[metric=a/b]", "tpips:target[device=cuda:1]"):
-        check_judge(rewards_of({name: PixelSource()}), reward)
+        check_judge(rewards_of({name: PixelSource()}), reward, _settings())
 
 
 def test_a_server_is_asked_like_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +252,9 @@ def test_a_server_is_asked_like_a_metric(monkeypatch: pytest.MonkeyPatch) -> Non
 
         def __call__(self, edits: Any, sources: Any, preserve: Any, target: Any) -> RewardOutput:
             assert preserve == [["background", "lighting"]] * 2 and target == [["color"]] * 2
-            return RewardOutput(torch.tensor([1.0, 2.0]), [{"preserve": {"background": 0.9}}] * 2, {"preserve": torch.ones(2)})
+            scores = torch.tensor([1.0, 2.0])  # with its parts, as a server sends them
+            aspects = [{"preserve": {"background": 0.9}}] * 2
+            return RewardOutput(scores, aspects, {"preserve": torch.ones(2)}, {"tpips:edit": scores})
 
     monkeypatch.setattr(module, "RemoteReward", Server)
     name, edits = "remote:http://host:8000", images(2)
@@ -262,9 +265,13 @@ def test_a_server_is_asked_like_a_metric(monkeypatch: pytest.MonkeyPatch) -> Non
     assert out.parts[f"{name}[reward=tpips:edit,timeout=5]"].tolist() == [1.0, 2.0]
     with pytest.raises(TPIPSError, match="the server refuses these aspects"):
         alone.check_aspects(["a"], [])
-    both = build_rewards(f"{OWN}:everything=2,{name}", _settings(), "cpu")(edits, edits, _prompts())
-    assert both.scores.tolist() == [5.0, 6.0] and both.terms.keys() == {"preserve"}
+    rewards = build_rewards(f"{OWN}:everything=2,{name}", _settings(), "cpu")
+    both = rewards(edits, edits, _prompts())
+    assert both.parts.keys() == rewards.weights.keys() and both.scores.tolist() == [5.0, 6.0] and both.terms.keys() == {"preserve"}
     two = build_rewards(f"{name},remote:http://other:8000", _settings(), "cpu")(edits, edits, _prompts())
     assert two.terms.keys() == {"preserve", "preserve[remote:http://other:8000]"}
+    names = [f"{name}[reward=tpips:{mode}]" for mode in ("edit", "preserve", "target")]
+    one_host = build_rewards(",".join(names), _settings(), "cpu")(edits, edits, _prompts())
+    assert one_host.terms.keys() == {"preserve", *(f"preserve[{other}]" for other in names[1:])}
     with pytest.raises(ConfigError, match="no option 'colour'"):
         build_rewards(f"{name}[colour=red]", _settings(), "cpu")
