@@ -94,7 +94,7 @@ def test_the_built_in_metrics_have_learnt_every_named_aspect(name: str) -> None:
     for wordings in ("metric, known wordings", "metric, wordings never trained on"):
         rows = figures["results"][wordings]["per_aspect"]
         assert set(rows) == set(ASPECTS)
-        below = {aspect: row["agreement"] for aspect, row in rows.items() if row["agreement"] < row["consensus"] - 0.08}
+        below = {aspect: row["agreement"] for aspect, row in rows.items() if row["agreement"] < row["consensus"] - 0.1}
         assert below.keys() <= {"overall"}, below  # on which people agree the least
         errors = {aspect: (row["agreement"] * (1 - row["agreement"]) / row["count"]) ** 0.5 for aspect, row in rows.items()}
         assert min(row["agreement"] - 3 * errors[aspect] for aspect, row in rows.items() if aspect != "overall") > 1 / 3
