@@ -18,12 +18,14 @@ import torch
 
 from metric_training.evaluate import as_markdown, compare
 from metric_training.training.config import TrainConfig
+from metric_training.training.examples import PROCEDURAL
 from metric_training.training.output import describe_scores, saved_config, trained_metric
 from metric_training.training.state import BEST, STATE, load_checkpoint
-from tpips_reward import Metric, load_metric
+from tpips_reward import Metric, TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.files import check_writable, write_text
+from tpips_reward.released import is_released_layout
 from tpips_reward.rewards.effects import measure_change_scale
 
 CHECKPOINTS = {"best": BEST, "last": STATE}
@@ -70,13 +72,20 @@ def export(
         base: a built-in metric whose weights are shared; see `Metric.save_pretrained`.
 
     Raises:
-        TPIPSError: when the run has no checkpoint.
+        TPIPSError: when the run has no checkpoint, or is none of a built-in metric, of which the card would say what is not so.
     """
     metric, saved = trained_metric(run / CHECKPOINTS[checkpoint])
     metric.fusion.to(torch.bfloat16).to(torch.float32)
     change_scale = measure_change_scale(metric, samples=edits)
     stages = _stages(saved, run / CHECKPOINTS[checkpoint])
     config = stages[-1][0]
+    start = stages[0][0].model_name_or_path
+    other = next((stage.dataset_name for stage, _ in stages if stage.objective != "scenes" and stage.dataset_name != PROCEDURAL), None)
+    if other is not None or start.startswith("released:") or is_released_layout(Path(start)):
+        raise TPIPSError(
+            f"{run} was trained on {other or PROCEDURAL} from {start}; the files and the card that are exported are those of a built-in "
+            f"metric, made of procedural scenes alone. {run / checkpoint} is what load_metric takes, with a card of its own: share that."
+        )
     name = f"builtin:{config.fusion}"
     rounded = Metric(metric.fusion, change_scale=change_scale, info={"name": name, "license": "apache-2.0"})
     rounded.save_pretrained(output, dtype=torch.bfloat16, base=base)
@@ -130,7 +139,7 @@ def _stages(saved: dict[str, Any], path: Path) -> list[tuple[TrainConfig, dict[s
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Export a trained metric as the package ships it.")
+    parser = argparse.ArgumentParser(description="Export a run of metric_training/configs/builtin_*.yaml as the package ships it.")
     parser.add_argument("--run", type=Path, required=True, help="output_dir of metric_training/train.py")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--checkpoint", choices=list(CHECKPOINTS), default="best", help="which weights")

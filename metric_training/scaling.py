@@ -20,6 +20,7 @@ from metric_training.data.sources import DataOptions, load_data
 from metric_training.evaluation.judges import metric_judge
 from metric_training.evaluation.runner import evaluate
 from metric_training.training.config import TrainConfig, check_config, parse_config
+from metric_training.training.examples import check_apart
 from metric_training.training.runs import finish
 from tpips_reward import TPIPSError, load_metric
 from tpips_reward.arguments import check_at_least
@@ -115,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse_config(rest)
     check_at_least(options, 1, "test_samples")
     check_writable(options.output_dir)
+    remedy = "a folder of files named by split, or a Hub id (docs/data.md)"
+    check_apart(config.dataset_name, config.dataset_name, "the test", remedy)
     how = DataOptions(
         count=options.test_samples,
         split="test",

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -173,8 +174,10 @@ def validation_comparisons(config: TrainConfig) -> list[Comparison]:
     """The comparisons of a validation, never those of training; of a procedural set fresh ones.
 
     Raises:
-        DataError: the set, or its split, is not there.
+        DataError: the set, or its split, is not there, or it is the file that is trained on.
     """
+    name = config.eval_dataset_name or config.dataset_name
+    check_apart(config.dataset_name, name, "a validation", "--eval_dataset_name, with another file")
     options = DataOptions(
         count=config.eval_samples,
         seed=config.seed + 99,
@@ -183,7 +186,21 @@ def validation_comparisons(config: TrainConfig) -> list[Comparison]:
         limit=config.eval_samples,
         strict=config.strict,
     )
-    return _loaded(config.eval_dataset_name or config.dataset_name, options)
+    return _loaded(name, options)
+
+
+def check_apart(trained: str, measured: str, what: str, remedy: str) -> None:
+    """Refuses to measure on the rows that are trained on: of a file, unlike a folder or a Hub set, there is one split.
+
+    Args:
+        trained, measured: the data sets.
+        what: the measurement is, such as "a validation"; remedy: what to give instead.
+
+    Raises:
+        DataError: they are the same file.
+    """
+    if Path(trained).is_file() and Path(measured).is_file() and Path(trained).resolve() == Path(measured).resolve():
+        raise DataError(f"{trained} is one file, without splits, so that {what} would be of the rows that are trained on; give {remedy}.")
 
 
 def _loaded(name: str, options: DataOptions) -> list[Comparison]:

@@ -13,8 +13,9 @@ import torch
 from bad_input import detailed_picture, draw_pictures, row, save_start, tiny, written
 from PIL import ImageOps
 
-from metric_training import train
+from metric_training import scaling, train
 from metric_training.data.procedural import procedural_data
+from metric_training.export import export
 from metric_training.training.config import TrainConfig
 from metric_training.training.examples import FreshTriplets, StoredComparisons
 from metric_training.training.state import STATE
@@ -61,6 +62,25 @@ def test_training_lists_bad_rows_and_strict_stops_at_the_first(
         train.main(replace(config, strict=True))
     train.main(config)
     assert "strict.jsonl, line 2: the image" in capsys.readouterr().err
+
+
+def test_the_rows_that_are_trained_on_are_no_validation(start: str, pictures: Path, tmp_path: Path) -> None:
+    data = written(pictures, row(0, 1, 2), name="alone.jsonl")
+    for changes in ({}, {"eval_dataset_name": str(pictures / ".." / pictures.name / "alone.jsonl")}):
+        with pytest.raises(TPIPSError, match=r"alone\.jsonl is one file, without splits, so that a validation would be of the rows"):
+            train.main(tiny(start, tmp_path / "run", dataset_name=data, **changes))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    with pytest.raises(SystemExit):
+        scaling.main([f"--dataset_name={data}", f"--model_name_or_path={start}", f"--output_dir={tmp_path / 'scaling'}"])
+    assert not (tmp_path / "scaling").exists()
+
+
+def test_a_run_on_other_data_is_not_exported_as_a_built_in(start: str, pictures: Path, tmp_path: Path) -> None:
+    data = written(pictures, row(0, 1, 2), name="own.jsonl")
+    train.main(tiny(start, tmp_path / "run", dataset_name=data, eval_dataset_name="procedural", max_steps=1))
+    with pytest.raises(TPIPSError, match=r"was trained on .*own\.jsonl from .*best is what load_metric takes"):
+        export(tmp_path / "run", tmp_path / "out", triplets=1, edits=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_gradient_that_is_not_finite_reaches_no_weight(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
