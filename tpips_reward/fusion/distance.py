@@ -36,7 +36,7 @@ def spread_layers(count: int, layers: int) -> list[int]:
         TPIPSError: more probes than layers, or none.
     """
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= layers:
-        raise TPIPSError(f"{count!r} probe layers do not fit a backbone of {layers} layers; use 1 to {layers} of them.")
+        raise TPIPSError(f"{count!r} probe layers do not fit a backbone of {layers} layers; give num_probes 1 to {layers}, or probe_layers.")
     return [int(index) for index in np.rint(np.linspace(1, layers, count))]
 
 
