@@ -293,7 +293,8 @@ def test_a_file_of_votes_trains_in_parts_of_its_aspects(start: str, tmp_path: Pa
         ]
         rows.append({f"p{k}_path": f"{number}_{k}.png" for k in range(3)} | {"factors": factors})
     (tmp_path / "votes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = tiny(start, tmp_path / "run", dataset_name=str(tmp_path / "votes.jsonl"), max_aspects=3, max_steps=1)
+    votes = str(tmp_path / "votes.jsonl")
+    config = tiny(start, tmp_path / "run", dataset_name=votes, eval_dataset_name="procedural", max_aspects=3, max_steps=1)
     objective = build_objective(config, build_fusion(config))
     source = objective.examples.source
     assert isinstance(source, StoredComparisons)
