@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,15 @@ def finished(start: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "early"
 
 
+def killed_and_resumed(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, name: str, dies: Callable[..., Any]) -> None:
+    """A run in which a function of `train` dies, and its continuation with the real one."""
+    monkeypatch.setattr(train, name, dies)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(config)
+    monkeypatch.undo()
+    train.main(replace(config, resume=True))
+
+
 def test_a_killed_run_resumes_to_the_bit(
     start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,12 +97,7 @@ def test_a_killed_run_resumes_to_the_bit(
             raise KeyboardInterrupt
         return real(*args)
 
-    config = tiny(start, tmp_path, fusion="early", name="tiny")
-    monkeypatch.setattr(train, "learning_rate_factor", dies_in_the_third_step)
-    with pytest.raises(KeyboardInterrupt):
-        train.main(config)
-    monkeypatch.undo()
-    train.main(replace(config, resume=True))
+    killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, "learning_rate_factor", dies_in_the_third_step)
     one, two = state(finished), state(tmp_path)
     assert one["step"] == two["step"] == 4 and len(one["trained"]) > 2
     assert all(torch.equal(one["trained"][k], two["trained"][k]) for k in one["trained"])
@@ -109,12 +114,7 @@ def test_a_kill_between_the_checkpoint_and_what_follows_it_loses_no_line_of_the_
         if content["step"] == 2 and path.name == STATE:
             raise KeyboardInterrupt
 
-    config = tiny(start, tmp_path, fusion="early", name="tiny")
-    monkeypatch.setattr(train, "write_checkpoint", dies_after_the_second_step)
-    with pytest.raises(KeyboardInterrupt):
-        train.main(config)
-    monkeypatch.undo()
-    train.main(replace(config, resume=True))
+    killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, "write_checkpoint", dies_after_the_second_step)
     assert losses(tmp_path) == losses(finished) and len(losses(tmp_path)) == 4
 
 
