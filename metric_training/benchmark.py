@@ -31,6 +31,7 @@ from metric_training.evaluation.arguments import (
 from metric_training.evaluation.baselines import load_judge
 from metric_training.evaluation.judges import Judge
 from tpips_reward import TPIPSError
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.files import check_writable
 
@@ -75,7 +76,7 @@ def run(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Metrics on published benchmarks, in their own layouts and protocols.")
+    parser = argparse.ArgumentParser(description="Metrics on published benchmarks, in their own layouts and protocols.", formatter_class=HelpFormatter)
     parser.add_argument("name", choices=list(BENCHMARKS))
     parser.add_argument("--data", type=Path, required=True, help="the folder that its authors publish")
     add_metric_argument(parser)

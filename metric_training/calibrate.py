@@ -31,7 +31,7 @@ from metric_training.evaluation.judges import metric_judge
 from metric_training.evaluation.report import write_file
 from metric_training.evaluation.runner import ImageCache, score
 from tpips_reward import Metric, TPIPSError, load_metric
-from tpips_reward.arguments import check_at_least
+from tpips_reward.arguments import HelpFormatter, check_at_least
 from tpips_reward.calibration import CALIBRATION_NAME, Calibration, MonotoneMap, probe_answers
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.files import check_writable
@@ -227,7 +227,7 @@ def as_probabilities(raw: np.ndarray, bounds: tuple[float, float]) -> np.ndarray
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--metric", default="builtin:late", help="anything that load_metric takes")
     add("--data", default="procedural", help=f"{', '.join(KINDS)}, a JSONL, CSV or Parquet file, a folder, a Hub id")

@@ -40,7 +40,7 @@ from metric_training.evaluation.report import write_file, write_report
 from metric_training.evaluation.runner import evaluate
 from metric_training.losses import agreement, consensus
 from tpips_reward import Metric, TPIPSError, load_metric
-from tpips_reward.arguments import check_at_least
+from tpips_reward.arguments import HelpFormatter, check_at_least
 from tpips_reward.errors import NotFinite, exit_on_errors
 from tpips_reward.files import check_writable
 from tpips_reward.scenes import to_tensor
@@ -148,7 +148,7 @@ def as_markdown(results: dict[str, dict[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Agreement of metrics with human or simulated votes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog="With one metric and no --data: that metric on known and on new wordings, pixel L2, and it untrained.",
     )
     add_metric_argument(parser)

@@ -22,7 +22,7 @@ from metric_training.training.examples import PROCEDURAL
 from metric_training.training.output import describe_scores, saved_config, trained_metric
 from metric_training.training.state import BEST, STATE, load_checkpoint
 from tpips_reward import Metric, TPIPSError, load_metric
-from tpips_reward.arguments import check_at_least
+from tpips_reward.arguments import HelpFormatter, check_at_least
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.files import check_writable, write_text
 from tpips_reward.released import is_released_layout
@@ -139,7 +139,7 @@ def _stages(saved: dict[str, Any], path: Path) -> list[tuple[TrainConfig, dict[s
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Export a run of metric_training/configs/builtin_*.yaml as the package ships it.")
+    parser = argparse.ArgumentParser(description="Export a run of metric_training/configs/builtin_*.yaml as the package ships it.", formatter_class=HelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="output_dir of metric_training/train.py")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--checkpoint", choices=list(CHECKPOINTS), default="best", help="which weights")

@@ -23,7 +23,7 @@ from metric_training.training.config import TrainConfig, check_config, parse_con
 from metric_training.training.examples import check_apart
 from metric_training.training.runs import finish
 from tpips_reward import TPIPSError, load_metric
-from tpips_reward.arguments import check_at_least
+from tpips_reward.arguments import HelpFormatter, check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import check_writable, write_atomic, write_text
 from tpips_reward.stopping import Interrupted
@@ -107,7 +107,7 @@ def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; flags that it does not know are settings of the training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="above 0, at most 1")
     parser.add_argument("--test_samples", type=int, default=600, help="comparisons in the test")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/scaling"))
@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = parser.parse_known_args(arguments)
     config = parse_config(rest)
     check_at_least(options, 1, "test_samples")
+    if config.max_steps > 0:
+        print(f"max_steps {config.max_steps}: each share trains for as many steps, a smaller one with more passes.", file=sys.stderr)
     check_writable(options.output_dir)
     remedy = "a folder of files named by split, or a Hub id (docs/data.md)"
     check_apart(config.dataset_name, config.dataset_name, "the test", remedy)

@@ -27,7 +27,7 @@ from metric_training.training.model import load_start
 from metric_training.training.runs import best_agreement, finish
 from metric_training.training.state import Diverged
 from tpips_reward import TPIPSError
-from tpips_reward.arguments import check_at_least
+from tpips_reward.arguments import HelpFormatter, check_at_least
 from tpips_reward.errors import INTERRUPTED, exit_on_errors
 from tpips_reward.files import check_writable, write_text
 from tpips_reward.fusion.base import FusionModule
@@ -192,7 +192,9 @@ def search(
         name = asked.user_attrs.get("folder", f"trial_{asked.number}")
         asked.set_user_attr("folder", name)
         try:
-            run = finish(replace(with_values(config, values, processes), output_dir=str(folder / name)), launcher)
+            settings = replace(with_values(config, values, processes), output_dir=str(folder / name))
+            print(f"{folder / name}: {_described(values, settings)}", file=sys.stderr)
+            run = finish(settings, launcher)
         except Diverged as error:
             print(f"{folder / name}: {error}", file=sys.stderr)
             study.tell(asked, state=states.PRUNED)
@@ -202,8 +204,16 @@ def search(
     if not study.get_trials(deepcopy=False, states=(states.COMPLETE,)):
         raise TPIPSError(f"All {trials} trials in {folder} diverged; search lower learning rates in another --output_dir.")
     best = with_values(config, study.best_params, processes)
-    write_text(folder / "best.yaml", yaml.safe_dump({k: v for k, v in asdict(best).items() if v is not None}, sort_keys=False))
+    kept = {k: v for k, v in asdict(best).items() if v is not None and k not in ("output_dir", "resume", "overwrite")}
+    write_text(folder / "best.yaml", yaml.safe_dump(kept, sort_keys=False))
     return best
+
+
+def _described(values: Mapping[str, Any], settings: TrainConfig) -> str:
+    """A trial's values, and the passes that its batch became."""
+    text = ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
+    passes = f" (gradient_accumulation_steps {settings.gradient_accumulation_steps})"
+    return text + passes if BATCH in values else text
 
 
 def _check_probes(config: TrainConfig, counts: Sequence[int]) -> None:
@@ -248,7 +258,7 @@ def _write_trials(trials: Sequence[Any], folder: Path, names: list[str]) -> None
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; flags that it does not know are settings of the training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--trials", type=int, default=30, help="finished trainings in the end")
     parser.add_argument("--space", type=Path, help="YAML: setting: [choices], or {low, high, log}; default: the paper's")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/search"), help="study.db, trials.csv, best.yaml")
@@ -270,6 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Stopped. The same command goes on with this trial.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     print((options.output_dir / "trials.csv").read_text(encoding="utf-8"))
+    best = options.output_dir / "best.yaml"
+    shorter = f" (of {config.max_steps} steps, as the trials; --max_steps -1: as many as num_train_epochs needs)" if config.max_steps > 0 else ""
+    print(f"A training with the best settings{shorter}: accelerate launch metric_training/train.py --config {best}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rl_recipes.rendering import Sampling, render_checkpoint
 from rl_recipes.rendering_sources import check_rows, rows_digest, write_sources
 from rl_recipes.runs import RunFolder, write_json
 from tpips_reward import load_metric
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.aspects import parse_proposer
 from tpips_reward.calibration import CalibratedMetric
 from tpips_reward.checkpoints import check_metric
@@ -240,14 +241,14 @@ def _first(*values: Any) -> Any:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--editor", default="builtin", help="'builtin', a Hub id such as Qwen/Qwen-Image-Edit-2511, or a folder")
     add("--lora", action="append", default=[], metavar="PATH", help="an adapter, or NAME=PATH; may be repeated")
     add("--full", action="append", default=[], metavar="PATH",
         help="all weights, of a run with --train full, or NAME=PATH; may be repeated")  # fmt: skip
     add("--data", type=Path, help="edits, a manifest of `tpips-reward evaluate` without outputs (default: procedural)")
-    add("--count", type=int, default=64, help="procedural edits (default: 64)")
+    add("--count", type=int, default=64, help="procedural edits")
     add("--data_seed", type=int, default=20_000, help="of the procedural edits; those of the recipes' evaluation")
     add("--output_dir", type=Path, default=Path("runs/evaluate_editor"), help="where everything goes")
     add("--overwrite", action="store_true", help="replace the evaluation that is there")
@@ -257,14 +258,14 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--steps", type=int, help="denoising steps")
     sample.add_argument("--guidance_scale", type=float, help="1 turns it off")
     sample.add_argument("--seed", type=int, default=0, help="of the initial noise; a row's noise goes by its key")
-    sample.add_argument("--batch_size", type=int, default=4, help="edits of one size at a time (default: 4)")
-    sample.add_argument("--editor_dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    sample.add_argument("--batch_size", type=int, default=4, help="edits of one size at a time")
+    sample.add_argument("--editor_dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of its weights")
     sample.add_argument("--revision", help="of the editor on the Hub")
     sample.add_argument("--threads", type=int, default=0, help="CPU threads of a process; 0: all cores shared")
     score = parser.add_argument_group("scoring")
     score.add_argument("--metric", default="builtin:late", help="'builtin:late', 'released:late', a Hub id, a folder")
     score.add_argument("--metric_revision", help="of the metric on the Hub")
-    score.add_argument("--metric_dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    score.add_argument("--metric_dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of its weights")
     score.add_argument("--metric_device", help="cpu, cuda ... (default: the GPU if there is one)")
     score.add_argument("--aspects", type=Path, help="file of proposed aspects (default: OUTPUT_DIR/report/aspects.jsonl)")
     score.add_argument("--proposer", default="rules", help="who proposes aspects: rules, vlm:SOURCE, endpoint:MODEL@URL")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_recipes.runs import read_json
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import TPIPSError, exit_on_errors
 
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         TPIPSError: for a run that cannot be read.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="output folders of finished runs")
     args = parser.parse_args(arguments)
     summaries = [_summary(run / "summary.json") for run in args.runs]

@@ -25,6 +25,7 @@ from rl_recipes.config import (
     RunArguments,
 )
 from rl_recipes.editors.registry import BUILTIN, DEFAULTS_FILE, preset_for
+from tpips_reward.arguments import explain_negations
 
 PRESETS = Path(__file__).parent / "configs"
 
@@ -113,6 +114,7 @@ def _parse(
         epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 2e-4'; flags win over it.",
     )
     parser.files = files
+    explain_negations(parser)
     parser.set_defaults_with_config(**{**algorithm.shared, **settings})
     *parsed, rest = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
     if rest:

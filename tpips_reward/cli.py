@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tpips_reward
-from tpips_reward.arguments import add_device_arguments
+from tpips_reward.arguments import HelpFormatter, add_device_arguments
 from tpips_reward.errors import TPIPSError, hide_size_warnings, unusable
 from tpips_reward.evaluation.arguments import add_arguments
 from tpips_reward.search.arguments import add_index_arguments, add_search_arguments
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tpips-reward {tpips_reward.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    score = commands.add_parser("score", help="similarity of image files, in one or several aspects")
+    score = commands.add_parser("score", help="similarity of image files, in one or several aspects", formatter_class=HelpFormatter)
     score.add_argument("images", nargs="+", metavar="IMAGE", help="two files, several pairs A1 B1 A2 B2 ..., or "
                        "a .csv or .jsonl file with a, b and aspects in each row")  # fmt: skip
     score.add_argument("--aspect", action="append", help="what to compare, such as lighting; may be repeated "
@@ -52,28 +52,28 @@ def build_parser() -> argparse.ArgumentParser:
     score.add_argument("--json", action="store_true", help="print JSON instead of a table")
     score.set_defaults(run=run_score)
 
-    info = commands.add_parser("info", help="what a metric is")
+    info = commands.add_parser("info", help="what a metric is", formatter_class=HelpFormatter)
     info.add_argument("metric", metavar="METRIC", help=METRIC_HELP)
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
     info.set_defaults(run=run_info)
 
-    evaluate = commands.add_parser("evaluate", help="compare editors by what they keep and what they change")
+    evaluate = commands.add_parser("evaluate", help="compare editors by what they keep and what they change", formatter_class=HelpFormatter)
     add_arguments(evaluate)
     evaluate.set_defaults(run=run_evaluate)
 
-    serve = commands.add_parser("serve", help="the reward over HTTP, for trainers on other machines")
+    serve = commands.add_parser("serve", help="the reward over HTTP, for trainers on other machines", formatter_class=HelpFormatter)
     add_serve_arguments(serve)
     serve.set_defaults(run=run_serve)
 
-    index = commands.add_parser("index", help="embed a folder of images in several aspects, for search")
+    index = commands.add_parser("index", help="embed a folder of images in several aspects, for search", formatter_class=HelpFormatter)
     add_index_arguments(index)
     index.set_defaults(run=run_index)
 
-    search = commands.add_parser("search", help="find images that are like others in chosen aspects")
+    search = commands.add_parser("search", help="find images that are like others in chosen aspects", formatter_class=HelpFormatter)
     add_search_arguments(search)
     search.set_defaults(run=run_search)
 
-    video = commands.add_parser("video", help="similarity to one frame over time, in several aspects")
+    video = commands.add_parser("video", help="similarity to one frame over time, in several aspects", formatter_class=HelpFormatter)
     add_video_arguments(video)
     video.set_defaults(run=run_video)
 

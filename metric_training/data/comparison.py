@@ -216,9 +216,10 @@ class Data:
 
 
 def show_problems(data: Data) -> Data:
-    """The set itself; its bad rows are printed to stderr, the first 20 with their lines."""
+    """The set itself; its bad rows are printed to stderr, the first 20 with their lines, and how many comparisons are left."""
     if data.problems.found:
         print(data.problems.describe(), file=sys.stderr)
+        print(f"{data.name}: {len(data.problems.found)} problems; {len(data.comparisons)} comparisons are used.", file=sys.stderr)
     return data
 
 

@@ -67,10 +67,11 @@ def odd_one_out_from_rows(rows: Rows) -> Data:
     """Checked comparisons of the rows; bad rows and bad factors are listed in ``rows.problems``.
 
     A row is bad that lacks a column, an image, or has two equal images. A factor is bad (its row's others stay) that
-    has no name, the name of an earlier one, a label that is not among the most-voted images, or probs that are no
-    distribution.
+    has no name, the name of an earlier one of the same images (in any order, in this row or an earlier one), a label that
+    is not among the most-voted images, or probs that are no distribution.
     """
     data = Data(rows.name, "odd_one_out", [], rows.problems, {NO_TARGET: 0, "triplets without a target": 0})
+    asked: dict[frozenset[str], dict[str, int]] = {}
     for line, row in rows.rows:
         try:
             missing = [column for column in COLUMNS if column not in row]
@@ -81,7 +82,8 @@ def odd_one_out_from_rows(rows: Rows) -> Data:
         except DataError as error:
             rows.problems.add(line, str(error))
             continue
-        targets, without = factor_targets(factors, LABELS, line, rows.problems)
+        earlier = asked.setdefault(frozenset(image.key for image in images), {})
+        targets, without = factor_targets(factors, LABELS, line, rows.problems, earlier)
         data.dropped[NO_TARGET] += without
         if not targets:
             data.dropped["triplets without a target"] += 1
@@ -100,7 +102,7 @@ def odd_one_out_from_rows(rows: Rows) -> Data:
 
 
 def factor_targets(
-    factors: Iterable[Any], labels: tuple[str, ...], line: int, problems: Problems
+    factors: Iterable[Any], labels: tuple[str, ...], line: int, problems: Problems, asked: dict[str, int]
 ) -> tuple[dict[str, np.ndarray], int]:
     """Vote shares by aspect.
 
@@ -108,19 +110,20 @@ def factor_targets(
         factors: dicts with ``name``, ``label`` and ``probs``.
         labels: the labels that name a choice, in the order of ``probs``.
         line, problems: where bad factors are listed.
+        asked: line by aspect of what earlier rows asked of the same images; these factors are added.
 
     Returns:
         The targets, and how many factors carry none.
     """
     targets: dict[str, np.ndarray] = {}
-    seen: set[str] = set()
     without = 0
     for position, factor in enumerate(factors):
         try:
             name = factor_name(factor, position)
-            if name.casefold() in seen:
-                raise DataError(f"the aspect {name!r} is there twice; the first is kept.")
-            seen.add(name.casefold())
+            if name.casefold() in asked:
+                first = f"{problems.unit} {asked[name.casefold()]}"
+                raise DataError(f"the aspect {name!r} is there twice for the same images; the first, in {first}, is kept.")
+            asked[name.casefold()] = line
             label = factor.get("label")
             if label is not None and not isinstance(label, str):
                 raise DataError(f"the label of {name!r} must be one of {', '.join(labels)}, not {label!r}.")

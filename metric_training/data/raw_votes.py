@@ -28,6 +28,7 @@ import numpy as np
 from metric_training.data.comparison import IMAGE_NAMES, DataError, Problems, Task, image_source, text_field
 from metric_training.data.odd_one_out import odd_one_out_row, write_rows
 from metric_training.data.rows import read_rows
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import exit_on_errors
 
 CANT_TELL = "can't tell"
@@ -337,10 +338,10 @@ def as_rows(triplets: Iterable[VotedTriplet], task: Task = "odd_one_out") -> lis
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Turn single votes into vote distributions by the paper's rules.")
+    parser = argparse.ArgumentParser(description="Turn single votes into vote distributions by the paper's rules.", formatter_class=HelpFormatter)
     parser.add_argument("votes", help="CSV or JSONL, one row a vote")
     parser.add_argument("--output", type=Path, required=True, help="JSONL to write; image paths stay as they are")
-    parser.add_argument("--task", choices=list(_CHOICES), default="odd_one_out")
+    parser.add_argument("--task", choices=list(_CHOICES), default="odd_one_out", help="what was asked")
     parser.add_argument(
         "--training_set", action="store_true", help=f"keep aspects with {REMOVE_AT} or more {CANT_TELL}"
     )

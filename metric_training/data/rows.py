@@ -61,7 +61,7 @@ def read_rows(
         split: "train", "validation" or "test", where the source has several; a source without named splits is taken
             whole.
         image_root: where relative image paths start; None: the file's folder, or the folder that was given or fetched.
-        strict: stop at the first line that is no row.
+        strict: stop at the first bad row, a line that is none among them, when it is its turn.
         revision: branch, tag or commit of a Hub repository.
 
     Raises:
@@ -151,7 +151,7 @@ def _open(paths: list[Path], name: str, root: Path, strict: bool) -> Rows:
     rows: list[tuple[int, dict[str, Any]]] = []
     before = 0
     for path in paths:
-        own = Problems(str(path), strict, unit)
+        own = Problems(str(path), unit=unit)
         try:
             found = readers[suffix](path, own)
             length = len(found) + len(own.found) if suffix == ".json" else _count_lines(path)
@@ -160,7 +160,17 @@ def _open(paths: list[Path], name: str, root: Path, strict: bool) -> Rows:
         rows += [(before + number, row) for number, row in found]
         problems.found += [(before + number, message) for number, message in own.found]
         before += length
-    return Rows(name, rows, root, problems)
+    return Rows(name, _up_to_problem(rows, problems) if strict and problems.found else rows, root, problems)
+
+
+def _up_to_problem(rows: list[tuple[int, dict[str, Any]]], problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows before the first line that is none, then its error: one of these rows may be bad, and is the first then."""
+    number, message = problems.found[0]
+    problems.found = []
+    for line, row in rows:
+        if line < number:
+            yield line, row
+    problems.add(number, message)
 
 
 def _count_lines(path: Path) -> int:

@@ -14,6 +14,7 @@ import yaml
 from trl import TrlParser
 
 from tpips_reward import TPIPSError
+from tpips_reward.arguments import explain_negations
 from tpips_reward.fusion import FUSIONS
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -80,7 +81,7 @@ class TrainConfig:
     per_device_train_batch_size: int = _setting(1, "Comparisons, with all their aspects, a process and pass.")
     gradient_accumulation_steps: int = _setting(1, "Passes a step.")
     optim: str = _setting(
-        "adamw_torch", "'adamw_torch'; or 'muon': the towers' matrices by Muon, all else by AdamW (a model from scratch)."
+        "adamw_torch", "'adamw_torch'; or 'muon': the towers' matrices by Muon (LoRA's, where there are such), all else by AdamW; tried from scratch only."
     )
     learning_rate: float = _setting(5e-5, "Peak.")
     head_learning_rate_factor: float = _setting(1.0, "For a fusion's own parameters, times learning_rate.")
@@ -127,7 +128,13 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     for name in given:
         if name not in known:
             raise TPIPSError(f"Unknown setting {name!r} in the config file.{_nearest(str(name), known)}")
-    parser = _Parser((TrainConfig,), allow_abbrev=False)
+    parser = _Parser(
+        (TrainConfig,),
+        allow_abbrev=False,
+        description="Trains a fusion model on votes.",
+        epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 1e-4'; flags win over it.",
+    )
+    explain_negations(parser)
     parser.set_defaults_with_config(**given)
     config, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if rest:

@@ -26,7 +26,7 @@ pipeline_tag: image-feature-extraction
 A {fusion} fusion TPIPS metric, `load_metric("{folder}")`. {scores}
 
 - Started from `{start}`; trained on `{data}`{share}.
-- {steps} steps, {minutes:.0f} minutes; {examples} comparisons a step, all aspects of each at once.
+- {steps} steps, {minutes:.0f} minutes; {examples} a step, all aspects of each at once.
 - The licence is that of what training started from and of the data; state it before you pass the weights on.
 
 | validation after step | agreement | standard error | consensus |
@@ -90,6 +90,11 @@ def write_metrics(folder: Path) -> None:
             write_text(folder / name / "README.md", card(metric, saved, validations(folder), folder / name))
 
 
+def _comparisons(config: TrainConfig, processes: int) -> str:
+    count = config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
+    return "1 comparison" if count == 1 else f"{count} comparisons"
+
+
 def _learnt(config: TrainConfig) -> str:
     if config.objective == "scenes":
         return "the parameters of procedural scenes and the parts of the image that the object covers"
@@ -130,7 +135,7 @@ def card(metric: Metric, saved: dict[str, Any], records: list[dict[str, Any]], f
         share="" if config.train_share == 1 else f", {config.train_share:.0%} of it",
         steps=saved["step"],
         minutes=saved["seconds"] / 60,
-        examples=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+        examples=_comparisons(config, saved.get("processes", 1)),
         rows="\n".join(rows) or "| – | – | – | – |",
         settings=yaml.safe_dump(kept, sort_keys=False),
     )

@@ -33,7 +33,7 @@ STATE, BEST, LOG = "state.pt", "best.pt", "log.jsonl"
 DIVERGED = "diverged.txt"
 #: What a checkpoint to resume from holds.
 _TYPES: dict[str, Any] = {
-    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "peaks": list, "config": dict,
+    "trained": dict, "optimizer": dict, "step": int, "seconds": float, "best": float, "config": dict,
 }  # fmt: skip
 #: What it holds beside that, unless it was made by a version from before that: what a run is the continuation of, ...
 _ORIGIN: dict[str, Any] = {"data": str, "start": str, "teacher": str, "processes": int}

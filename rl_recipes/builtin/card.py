@@ -17,6 +17,7 @@ from typing import Any
 from rl_recipes.builtin.train_editor import EditorSettings
 from rl_recipes.editors.registry import BUILTIN_FOLDER
 from rl_recipes.runs import read_json, write_atomic
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import TPIPSError, exit_on_errors
 
 #: Limits of what is shipped, in bytes: of all files together, and of each.
@@ -206,7 +207,7 @@ def ship(vae_run: Path, editor_run: Path, folder: Path = BUILTIN_FOLDER) -> None
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--vae", type=Path, required=True, help="output folder of train_vae")
     parser.add_argument("--editor", type=Path, required=True, help="output folder of train_editor")
     parser.add_argument("--output", type=Path, default=BUILTIN_FOLDER, help="where to ship it to")

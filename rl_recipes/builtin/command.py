@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rl_recipes.runs import write_atomic
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import INTERRUPTED, TPIPSError
 from tpips_reward.stopping import Interrupted
 
@@ -33,7 +34,7 @@ class Training(Protocol):
 def training_parser(text: str | None, settings: Any) -> argparse.ArgumentParser:
     """Flags for the output folder, the training's length, ``--resume``, and every field of ``settings`` (a dataclass
     instance, whose values are the defaults)."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=text, formatter_class=HelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights and figures")
     parser.add_argument("--minutes", type=float, help="train for so many minutes")
     parser.add_argument("--steps", type=int, help="train for so many steps (the same weights on every run)")

@@ -25,6 +25,7 @@ from rl_recipes.editors.registry import DEFAULTS_FILE
 from rl_recipes.rollout import sample_ode
 from rl_recipes.runs import read_json, write_json
 from rl_recipes.seeds import generator
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import exit_on_errors
 from tpips_reward.scenes import EDIT_KINDS, Edit, EditMeasures, measure_edit, render, to_tensor
 
@@ -135,10 +136,10 @@ def save_edits(path: Path, edits: Sequence[tuple[Edit, torch.Tensor]], count: in
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("folder", help="a pipeline folder, or 'builtin'")
     parser.add_argument("--count", type=int, default=300, help="held-out edits")
-    parser.add_argument("--seed", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=2_000, help="of the edits and the noise they start from")
     parser.add_argument("--picture", type=Path, help="write a grid source | ideal | edit here")
     args = parser.parse_args(arguments)
     figures, edits = measure_editor(args.folder, count=args.count, seed=args.seed)

@@ -62,7 +62,9 @@ def test_a_search_goes_on_where_it_was_cut_off(
     agreements = [float(row["validation_agreement"]) for row in rows]
     assert len(rows) == 2 and agreements == sorted(agreements, reverse=True)
     assert best.learning_rate == float(rows[0]["learning_rate"]) and best.lora_alpha == 2 * best.lora_r
-    assert yaml.safe_load((tmp_path / "best.yaml").read_text())["learning_rate"] == best.learning_rate
+    saved = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    # a training with it does not go into the folder of a trial
+    assert saved["learning_rate"] == best.learning_rate and "output_dir" not in saved
     search.search(config, SPACE, 2, tmp_path)  # nothing is left to do
     assert len(seen) == 3
 
@@ -181,6 +183,24 @@ def test_scaling_measures_every_share_once(config: TrainConfig, tmp_path: Path, 
     assert seen == [0.5, 1.0]
     assert f"| 50% | {rows[0]['agreement']:.3f} |" in text and (tmp_path / "scaling.png").stat().st_size > 1000
     assert [float(row["share"]) for row in table(tmp_path / "scaling.csv")] == [0.5, 1.0]
+
+
+def test_what_a_search_and_a_scaling_do_with_settings_is_said(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(search, "finish", lambda settings, launcher: Path(settings.output_dir))
+    monkeypatch.setattr(search, "best_agreement", lambda folder: 0.5)
+    space = tmp_path / "space.yaml"
+    space.write_text("effective_batch_size: [24]\nlearning_rate: [0.002]\n")
+    flags = [f"--model_name_or_path={config.model_name_or_path}", "--dataset_name=procedural", "--max_aspects=3", "--max_steps=1"]
+    search.main([*flags, "--trials=1", f"--space={space}", f"--output_dir={tmp_path / 'search'}"])
+    shown = capsys.readouterr()
+    assert "trial_0: effective_batch_size 24, learning_rate 0.002 (gradient_accumulation_steps 8)" in " ".join(shown.err.split())
+    assert "of 1 steps, as the trials" in shown.out and shown.out.strip().endswith(f"--config {tmp_path / 'search' / 'best.yaml'}")
+    row = {"share": 1.0, "agreement": 0.5, "standard_error": 0.1, "consensus": 0.7}
+    monkeypatch.setattr(scaling, "measure_scaling", lambda *_: [row])
+    scaling.main([*flags, "--test_samples=1", f"--output_dir={tmp_path / 'scaling'}"])
+    assert "max_steps 1: each share trains for as many steps" in capsys.readouterr().err
 
 
 def test_shares_that_would_share_a_folder(config: TrainConfig, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from metric_training.data.comparison import DataError, ImageSource, vote_shares
+from metric_training.data.comparison import DataError, ImageSource, show_problems, vote_shares
 from metric_training.data.odd_one_out import load_odd_one_out, odd_one_out_row, write_rows
 from metric_training.data.rows import read_rows, split_of
 from metric_training.data.sources import DataOptions, load_data
@@ -92,6 +92,31 @@ def test_bad_rows_are_listed_with_their_line(case: str, pictures: Path, tmp_path
         load_odd_one_out(path, image_root=pictures, strict=True)
 
 
+def test_strict_stops_at_the_first_bad_line_whatever_is_wrong_with_it(pictures: Path, tmp_path: Path) -> None:
+    missing, broken = row("019"), "{"
+    for bad, message in (([missing, broken], "9.png does not exist"), ([broken, missing], "not JSON")):
+        path = write(tmp_path / "set.jsonl", [row(), *bad])
+        with pytest.raises(DataError, match=f"set.jsonl, line 2: .*{message}"):
+            load_odd_one_out(path, image_root=pictures, strict=True)
+        assert [line for line, _ in load_odd_one_out(path, image_root=pictures).problems.found] == [3, 2] or bad[0] == broken
+
+
+def test_what_was_asked_of_the_same_images_before_is_listed(pictures: Path, tmp_path: Path) -> None:
+    again = row("201", factors=[factor(name="Lighting"), factor()])
+    data = load_odd_one_out(write(tmp_path / "set.jsonl", [row(), row("234"), again]), image_root=pictures)
+    assert [c.aspects for c in data.comparisons] == [("lighting", "overall"), ("lighting", "overall"), ("pose",)]
+    ((line, message),) = data.problems.found
+    assert line == 3 and "'Lighting' is there twice for the same images; the first, in line 1, is kept" in message
+
+
+def test_problems_are_shown_with_what_is_left(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "set.jsonl", [row(), "{", row("234"), row("019")])
+    show_problems(load_odd_one_out(path, image_root=pictures))
+    assert capsys.readouterr().err.splitlines()[-1] == f"{path}: 2 problems; 2 comparisons are used."
+    show_problems(load_odd_one_out(write(path, [row()]), image_root=pictures))
+    assert not capsys.readouterr().err
+
+
 def test_a_bad_factor_leaves_the_others_of_its_row(pictures: Path, tmp_path: Path) -> None:
     mixed = row(factors=[factor(probs=[1, 1, 1]), factor(name="color")])
     data = load_odd_one_out(write(tmp_path / "set.jsonl", [mixed]), image_root=pictures)
@@ -100,7 +125,7 @@ def test_a_bad_factor_leaves_the_others_of_its_row(pictures: Path, tmp_path: Pat
 
 def test_factors_with_other_labels_carry_no_target(pictures: Path, tmp_path: Path) -> None:
     silent = [factor(name="a", label="can't tell", probs=None), factor(name="b", label=None), factor(name="c")]
-    path = write(tmp_path / "set.jsonl", [row(factors=silent), row(factors=silent[:2])])
+    path = write(tmp_path / "set.jsonl", [row(factors=silent), row("234", factors=silent[:2])])
     data = load_odd_one_out(path, image_root=pictures)
     assert [c.aspects for c in data.comparisons] == [("c",)] and not data.problems.found
     assert data.dropped == {"factors without a target": 4, "triplets without a target": 1}
@@ -138,7 +163,7 @@ def test_a_folder_is_searched_for_its_split(pictures: Path, tmp_path: Path) -> N
     assert len(load_odd_one_out(pictures, split="train").comparisons) == 1
     with pytest.raises(DataError, match="splits test, train, not 'validation'"):
         load_odd_one_out(pictures, split="validation")
-    write(pictures / "data" / "test-00001.jsonl", ["{", row("234"), row("019")])
+    write(pictures / "data" / "test-00001.jsonl", ["{", row("134"), row("019")])
     (first, _), (second, _) = load_odd_one_out(pictures, split="test").problems.found
     assert (first, second) == (2, 4)  # lines are counted through the files of a split
     assert split_of(Path("a/latest.jsonl"), Path("a")) is None

@@ -26,6 +26,7 @@ from metric_training.builtin_model import build_late_fusion
 from metric_training.data.triplets import sample_triplet
 from metric_training.data.votes import Voters
 from metric_training.export import export
+from metric_training.training import progress
 from metric_training.training.config import TrainConfig, parse_config
 from metric_training.training.examples import FreshTriplets, StoredComparisons, permuted
 from metric_training.training.model import build_fusion, load_backbone
@@ -77,9 +78,11 @@ def finished(start: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "early"
 
 
-def killed_and_resumed(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, name: str, dies: Callable[..., Any]) -> None:
-    """A run in which a function of `train` dies, and its continuation with the real one."""
-    monkeypatch.setattr(train, name, dies)
+def killed_and_resumed(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, dies: Callable[..., Any]
+) -> None:
+    """A run in which a function of a module dies, and its continuation with the real one."""
+    monkeypatch.setattr(place, name, dies)
     with pytest.raises(KeyboardInterrupt):
         train.main(config)
     monkeypatch.undo()
@@ -97,7 +100,7 @@ def test_a_killed_run_resumes_to_the_bit(
             raise KeyboardInterrupt
         return real(*args)
 
-    killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, "learning_rate_factor", dies_in_the_third_step)
+    killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, train, "learning_rate_factor", dies_in_the_third_step)
     one, two = state(finished), state(tmp_path)
     assert one["step"] == two["step"] == 4 and len(one["trained"]) > 2
     assert all(torch.equal(one["trained"][k], two["trained"][k]) for k in one["trained"])
@@ -107,14 +110,14 @@ def test_a_killed_run_resumes_to_the_bit(
 def test_a_kill_between_the_checkpoint_and_what_follows_it_loses_no_line_of_the_log(
     start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = train.write_checkpoint
+    real = progress.write_checkpoint
 
     def dies_after_the_second_step(path: Path, content: dict[str, Any]) -> None:
         real(path, content)
         if content["step"] == 2 and path.name == STATE:
             raise KeyboardInterrupt
 
-    killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, "write_checkpoint", dies_after_the_second_step)
+    killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, progress, "write_checkpoint", dies_after_the_second_step)
     assert losses(tmp_path) == losses(finished) and len(losses(tmp_path)) == 4
 
 

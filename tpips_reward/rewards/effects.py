@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpips_reward.arguments import HelpFormatter
 from tpips_reward.errors import TPIPSError
 from tpips_reward.files import write_text
 from tpips_reward.rewards.reward import PairMetric, TPIPSReward
@@ -111,10 +112,10 @@ def replace_between_marks(text: str, block: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; 0 on success, 2 with one line on bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--metric", default="builtin:late", help="what load_metric takes")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=64, help="edits")
+    parser.add_argument("--seed", type=int, default=0, help="of the edits")
     parser.add_argument("--size", type=int, default=64, help="pixels a side")
     parser.add_argument("--gate_threshold", type=float, help="default: the metric's change_scale")
     parser.add_argument("--write", type=Path, metavar="FILE", help="a Markdown file with marks, for the table")

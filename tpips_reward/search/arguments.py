@@ -15,7 +15,7 @@ def add_index_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--metric", default="builtin:late", help="a late-fusion metric: builtin:late, released:late ..."
     )
-    command.add_argument("--batch-images", type=int, default=32, help="images in one call of the metric (default: 32)")
+    command.add_argument("--batch-images", type=int, default=32, help="images in one call of the metric")
     command.add_argument("--overwrite", action="store_true", help="replace an index that is there")
 
 
@@ -23,8 +23,8 @@ def add_search_arguments(command: argparse.ArgumentParser) -> None:
     """As `add_index_arguments`."""
     command.add_argument("index", type=Path, metavar="INDEX", help="folder that tpips-reward index wrote")
     command.add_argument("--query", action="append", required=True, nargs="+", metavar="IMAGE ASPECT [WEIGHT]",
-                         help="what the images should be like, and in what; several are added by weight (default: 1)")  # fmt: skip
-    command.add_argument("--top", type=int, default=10, help="how many images (default: 10)")
+                         help="what the images should be like, and in what; several are added by weight (1 unless given)")  # fmt: skip
+    command.add_argument("--top", type=int, default=10, help="how many images")
     command.add_argument("--overall-weight", type=float,
                          help="share of the overall similarity that is subtracted, for neighbours that look different "
                          "(default: 0.3 with one query, 0 with several)")  # fmt: skip
