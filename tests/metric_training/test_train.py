@@ -90,7 +90,7 @@ def killed_and_resumed(
 
 
 def test_a_killed_run_resumes_to_the_bit(
-    start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real, calls = train.learning_rate_factor, []
 
@@ -101,6 +101,9 @@ def test_a_killed_run_resumes_to_the_bit(
         return real(*args)
 
     killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, train, "learning_rate_factor", dies_in_the_third_step)
+    shown = capsys.readouterr().out
+    assert "4 items to train on, 1 in each of 4 steps." in shown
+    assert f'Written: load_metric("{tmp_path / "best"}"), load_metric("{tmp_path / "last"}")' in shown
     one, two = state(finished), state(tmp_path)
     assert one["step"] == two["step"] == 4 and len(one["trained"]) > 2
     assert all(torch.equal(one["trained"][k], two["trained"][k]) for k in one["trained"])
@@ -186,7 +189,7 @@ def test_the_output_is_what_load_metric_takes(start: str, finished: Path) -> Non
     assert len(changed) == 2 * 7 and all(name.startswith("language_model.layers.") for name in changed)
     card = (finished / "best" / "README.md").read_text()
     step, best = state(finished, BEST)["step"], state(finished, BEST)["best"]
-    assert f"| {step} | {best:.4f} |" in card and "# tiny" in card
+    assert f"| {step} | {best:.4f} |" in card and "# tiny" in card and "; 1 comparison a step" in card
 
 
 def test_best_is_the_best_validation(finished: Path) -> None:
