@@ -1,7 +1,7 @@
 """Fits what a metric's similarities mean to people: a monotone map from raw score to probability, from votes.
 
     python -m metric_training.calibrate --metric builtin:late --output calibration
-    python -m metric_training.calibrate --metric runs/train/metric --data sywang/tpips-odd-one-out --per_aspect 500
+    python -m metric_training.calibrate --metric runs/metric/best --data sywang/tpips-odd-one-out --per_aspect 500
 
 In odd-one-out votes, the share of voters who name image k is the share who leave the pair of the other two together; in
 2AFC votes the share of a candidate is that of its pair with the reference. So every pair has a similarity and a share, and

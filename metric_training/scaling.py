@@ -19,7 +19,7 @@ from metric_training.data.comparison import Data, show_problems
 from metric_training.data.sources import DataOptions, load_data
 from metric_training.evaluation.judges import metric_judge
 from metric_training.evaluation.runner import evaluate
-from metric_training.training.config import TrainConfig, check_config, parse_config
+from metric_training.training.config import OTHER_FLAGS, TrainConfig, check_config, parse_config
 from metric_training.training.examples import check_apart
 from metric_training.training.runs import finish
 from tpips_reward import TPIPSError, load_metric
@@ -59,6 +59,7 @@ def measure_scaling(
         runs.append(run)
     rows = []
     for share, run in zip(shares, runs, strict=True):
+        print(f"{share:.0%} of the training data, in {run.output_dir}", file=sys.stderr)
         metric = load_metric(finish(run, launcher) / "best")
         found = evaluate([lambda metric=metric: metric_judge("metric", metric)], test)  # type: ignore[misc]
         figures = found["metrics"]["metric"]
@@ -107,16 +108,16 @@ def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; flags that it does not know are settings of the training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False, epilog=OTHER_FLAGS)
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="above 0, at most 1")
-    parser.add_argument("--test_samples", type=int, default=600, help="comparisons in the test")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/scaling"))
+    parser.add_argument("--test_samples", "--test-samples", type=int, default=600, help="comparisons in the test")
+    parser.add_argument("--output_dir", "--output-dir", type=Path, default=Path("runs/scaling"), help="of the figure and its trainings")
     parser.add_argument("--launcher", help="command before the script, such as 'accelerate launch --num_processes 8'")
     options, rest = parser.parse_known_args(arguments)
     config = parse_config(rest)
     check_at_least(options, 1, "test_samples")
     if config.max_steps > 0:
-        print(f"max_steps {config.max_steps}: each share trains for as many steps, a smaller one with more passes.", file=sys.stderr)
+        print(f"max_steps {config.max_steps}: each share trains for as many steps, a smaller one for more epochs.", file=sys.stderr)
     check_writable(options.output_dir)
     remedy = "a folder of files named by split, or a Hub id (docs/data.md)"
     check_apart(config.dataset_name, config.dataset_name, "the test", remedy)
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Stopped. The same command goes on.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     print(write_scaling(rows, options.output_dir))
+    print(f"Written to {options.output_dir}: scaling.md, scaling.csv, scaling.png")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from metric_training.training.config import RESUMABLE, TrainConfig, check_config, parse_config, read_yaml
+from metric_training.training.config import OTHER_FLAGS, RESUMABLE, TrainConfig, check_config, parse_config, read_yaml
 from metric_training.training.model import load_start
 from metric_training.training.runs import best_agreement, finish
 from metric_training.training.state import Diverged
@@ -34,7 +34,7 @@ from tpips_reward.fusion.base import FusionModule
 from tpips_reward.fusion.distance import spread_layers
 from tpips_reward.stopping import Interrupted
 
-BATCH, STUDY = "effective_batch_size", "study.db"
+BATCH, STUDY, TRAIN = "effective_batch_size", "study.db", "metric_training/train.py"
 _RATES = {"low": 1e-5, "high": 5e-4, "log": True}
 _COMMON: dict[str, Any] = {"lora_r": [8, 16, 32, 64], "learning_rate": _RATES, BATCH: [32, 64, 128, 256]}
 #: What is searched, by fusion: a list to choose from, or a range. The batch counts (triplet, aspect) examples.
@@ -61,14 +61,15 @@ def read_space(path: Path | None, config: TrainConfig) -> dict[str, Any]:
         if not config.use_peft:
             del space["lora_r"]
         return space
-    space = read_yaml(path, "space")
     hints = get_type_hints(TrainConfig)
+    fractions = {name for name, hint in hints.items() if float in (hint, *get_args(hint))}
+    space = {name: _with_fractions(values) if name in fractions else values for name, values in read_yaml(path, "space").items()}
     known = {item.name for item in fields(TrainConfig)} - RESUMABLE | {BATCH}
     for name, values in space.items():
         if name not in known:
             raise TPIPSError(f"{path} searches {name!r}, which is no setting of a training.")
         is_range = isinstance(values, dict) and {"low", "high"} <= values.keys() <= {"low", "high", "log"}
-        if is_range and float not in (hints.get(name), *get_args(hints.get(name))):
+        if is_range and name not in fractions:
             raise TPIPSError(f"{path}: {name} is no setting with fractions; give a list of choices, not {values!r}.")
         if not is_range and not (isinstance(values, list) and values):
             raise TPIPSError(f"{path}: {name} must be a list, or low and high (and log: true), not {values!r}.")
@@ -81,6 +82,18 @@ def read_space(path: Path | None, config: TrainConfig) -> dict[str, Any]:
         elif any(type(value) not in (str, int, float, bool) for value in values):
             raise TPIPSError(f"{path}: the choices of {name} must be numbers or names, not {values!r}.")
     return space
+
+
+def _with_fractions(values: Any) -> Any:
+    """A setting's choices or range with numbers where they are meant: YAML takes 1e-5, without a point, for a text."""
+    if isinstance(values, dict):
+        return {key: _with_fractions(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_with_fractions(value) for value in values]
+    try:
+        return float(values) if isinstance(values, str) else values
+    except ValueError:
+        return values
 
 
 def suggest(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,10 +271,10 @@ def _write_trials(trials: Sequence[Any], folder: Path, names: list[str]) -> None
 @exit_on_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; flags that it does not know are settings of the training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False, epilog=OTHER_FLAGS)
     parser.add_argument("--trials", type=int, default=30, help="finished trainings in the end")
     parser.add_argument("--space", type=Path, help="YAML: setting: [choices], or {low, high, log}; default: the paper's")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/search"), help="study.db, trials.csv, best.yaml")
+    parser.add_argument("--output_dir", "--output-dir", type=Path, default=Path("runs/search"), help="study.db, trials.csv, best.yaml")
     parser.add_argument("--launcher", help="command before the script, such as 'accelerate launch --num_processes 8'")
     parser.add_argument("--processes", type=int, default=1, help="how many processes the launcher starts")
     options, rest = parser.parse_known_args(arguments)
@@ -281,8 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     print((options.output_dir / "trials.csv").read_text(encoding="utf-8"))
     best = options.output_dir / "best.yaml"
-    shorter = f" (of {config.max_steps} steps, as the trials; --max_steps -1: as many as num_train_epochs needs)" if config.max_steps > 0 else ""
-    print(f"A training with the best settings{shorter}: accelerate launch metric_training/train.py --config {best}")
+    steps = f" (of {config.max_steps} steps, as the trials; --max_steps -1 leaves it to num_train_epochs)"
+    launcher = options.launcher or "accelerate launch"
+    print(f"A training with the best settings{steps if config.max_steps > 0 else ''}: {launcher} {TRAIN} --config {best}")
 
 
 if __name__ == "__main__":

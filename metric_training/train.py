@@ -123,12 +123,14 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
     if saved is not None:
         check_same_origin(saved, origin, config, folder / STATE)
         restore(model, optimizers, saved, folder / STATE)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]  # restored ones are other objects
     if accelerator.is_main_process:
         clear_folder(folder, anew=saved is None)
         write_text(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
     open_tracker(accelerator, config)
-    accelerator.print(f"{order.items} items to train on, {order.per_step} in each of {steps} steps.")
     progress = Progress(config, accelerator, model, optimizers, validate, origin, steps, saved)
+    done_before = f", of which {progress.start} are done" if progress.start else ""
+    accelerator.print(f"{order.items} items to train on, {order.per_step} in each of {steps} steps{done_before}.")
     batches = iter(build_loader(config, objective.examples, order, progress.start, steps, accelerator.process_index))
 
     model.train()
@@ -140,7 +142,6 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
             progress.close()
             raise Interrupted
         factor = learning_rate_factor(step, steps, config.warmup_ratio, config.lr_scheduler_type)
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)  # new ones when state is loaded
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * factor
         torch.manual_seed(dropout_seed(config.seed, step, accelerator.process_index))
@@ -174,9 +175,7 @@ def run(config: TrainConfig, stop: StopSignal) -> None:
         progress.stepped(done, loss, config.learning_rate * factor)
     progress.close()
     if accelerator.is_main_process:
-        write_metrics(folder)
-        kept = [name for name in ("best", "last") if (folder / name).is_dir()]
-        print("Written: " + ", ".join(f'load_metric("{folder / name}")' for name in kept))
+        print("Written: " + ", ".join(f'load_metric("{path}")' for path in write_metrics(folder)))
 
 
 if __name__ == "__main__":

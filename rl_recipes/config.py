@@ -12,7 +12,8 @@ from tpips_reward.errors import TPIPSError
 
 #: Minutes that the built-in job may take when nothing else is said: it must end within ten on two cores.
 BUILTIN_MINUTES = 9.5
-#: Decay of the moving average of a LoRA's weights that GRPO hands out.
+#: Decay of the moving average of a LoRA's weights, which is handed out: the noise of a few hundred edits moves the weights to and fro
+#: from one iteration to the next.
 LORA_EMA_DECAY = 0.95
 #: Settings that may differ between a run and its continuation; any other would make it another run.
 RESUMABLE = frozenset(
@@ -127,7 +128,7 @@ class RunArguments:
     ema_decay: float | None = _setting(
         None,
         "Moving average of the trained weights, which is evaluated and saved in their place; 0: none; left out: "
-        f"{LORA_EMA_DECAY} for a LoRA that GRPO trains, none otherwise.",
+        f"{LORA_EMA_DECAY} for a LoRA, none for --train full.",
     )
 
     max_steps: int = _setting(95, "Iterations.")
@@ -238,8 +239,6 @@ class GRPOArguments(PolicyArguments, GroupAdvantageArguments):
     least_generations: ClassVar[int] = 2
     #: Defaults of this recipe for settings that all share.
     shared: ClassVar[dict[str, Any]] = {}
-    # The noise of a few hundred edits moves the weights to and fro from one iteration to the next; their average stands.
-    lora_ema_decay: ClassVar[float] = LORA_EMA_DECAY
 
 
 @dataclass
@@ -248,7 +247,6 @@ class DDPOArguments(PolicyArguments):
 
     recipe: ClassVar[str] = "ddpo_edit"
     least_generations: ClassVar[int] = 1
-    lora_ema_decay: ClassVar[float] = 0.0
     # A few prompts that come again, since their earlier rewards are what an edit is compared with.
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/ddpo_edit", "train_prompts": 48}
 
@@ -272,11 +270,10 @@ class NFTArguments(GroupAdvantageArguments):
 
     recipe: ClassVar[str] = "nft_edit"
     least_generations: ClassVar[int] = 2
-    lora_ema_decay: ClassVar[float] = 0.0
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/nft_edit"}
 
     nft_beta: float = _setting(1.0, "Strength of the implicit guidance; smaller is stronger.")
-    kl_weight: float = _setting(0.0, "Weight of the squared distance to the velocity of the editor without its adapter.")
+    kl_weight: float = _setting(0.1, "Weight of the squared distance to the velocity of the editor without its adapter.")
     noise_levels: int = _setting(2, "Each edit is noised to so many levels in a pass.")
     noise_level_kind: Literal["schedule", "uniform", "logit_normal"] = _setting(
         "schedule", "Where they come from: the sampler's own levels, spread evenly, or mostly the middle."
@@ -300,8 +297,11 @@ class BackpropArguments:
 
     recipe: ClassVar[str] = "backprop_edit"
     least_generations: ClassVar[int] = 1
-    lora_ema_decay: ClassVar[float] = 0.0
-    shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/backprop_edit", "num_generations": 1}
+    # Where the gate is closed a gradient is thirty times the others: AdamW would follow those few edits and hardly the rest.
+    shared: ClassVar[dict[str, Any]] = {
+        "output_dir": "runs/backprop_edit", "num_generations": 1, "prompts_per_iteration": 24, "learning_rate": 1.2e-3,
+        "max_grad_norm": 0.05, "max_steps": 110,
+    }  # fmt: skip
 
     backprop: Literal["draft", "alignprop", "refl"] = _setting(
         "draft", "The gradient goes through the last steps, through a number of them that is drawn, or through one."
@@ -342,7 +342,7 @@ class Arguments:
         """Decay of the moving average of the trained weights; 0 for none, as where a copy of all weights is not asked for."""
         if self.run.ema_decay is not None:
             return self.run.ema_decay
-        return self.algorithm.lora_ema_decay if self.editor.train == "lora" else 0.0
+        return LORA_EMA_DECAY if self.editor.train == "lora" else 0.0
 
     def time_limit(self) -> float:
         """Seconds that the whole run may take; infinite when there is no limit."""

@@ -114,8 +114,8 @@ def _parse(
         epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 2e-4'; flags win over it.",
     )
     parser.files = files
-    explain_negations(parser)
     parser.set_defaults_with_config(**{**algorithm.shared, **settings})
+    explain_negations(parser)
     *parsed, rest = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
     if rest:
         name = rest[0].split("=")[0]

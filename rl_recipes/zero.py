@@ -58,8 +58,8 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
     check_calls(args)
     second = {
         "--train full": args.editor.train == "full",
-        "--ema_decay": bool(args.ema_decay()),
         "nft_edit.py": args.algorithm.recipe == "nft_edit",
+        "--ema_decay": bool(args.ema_decay()),
     }
     if stage == 3 and any(second.values()):
         name = next(name for name, used in second.items() if used)

@@ -178,7 +178,9 @@ class Problems:
 
     def describe(self, limit: int = 20) -> str:
         """One line a problem, at most ``limit`` of them; empty where there is none."""
-        lines = [f"{self.where}, {self.unit} {line}: {message}" for line, message in self.found[:limit]]
+        # lines that are no row are found before the rows are looked at
+        found = sorted(self.found, key=lambda problem: problem[0])
+        lines = [f"{self.where}, {self.unit} {line}: {message}" for line, message in found[:limit]]
         if len(self.found) > limit:
             lines.append(f"... and {len(self.found) - limit} more.")
         return "\n".join(lines)
@@ -216,10 +218,14 @@ class Data:
 
 
 def show_problems(data: Data) -> Data:
-    """The set itself; its bad rows are printed to stderr, the first 20 with their lines, and how many comparisons are left."""
+    """The set itself; its bad rows (the first 20), what was left out by rule and how many comparisons are left go to stderr."""
     if data.problems.found:
         print(data.problems.describe(), file=sys.stderr)
-        print(f"{data.name}: {len(data.problems.found)} problems; {len(data.comparisons)} comparisons are used.", file=sys.stderr)
+    left_out = [f"{count} {what}" for what, count in data.dropped.items() if count]
+    if data.problems.found or left_out:
+        counts = [f"problems: {len(data.problems.found)}", f"comparisons used: {len(data.comparisons)}"]
+        counts += [f"left out: {', '.join(left_out)}"] if left_out else []
+        print(f"{data.name}: {'; '.join(counts)}.", file=sys.stderr)
     return data
 
 

@@ -38,7 +38,7 @@ HUB_ID = "sywang/tpips-odd-one-out"
 IMAGE_COLUMNS = ("p0_path", "p1_path", "p2_path")
 COLUMNS = (*IMAGE_COLUMNS, "factors")
 LABELS = ("p0", "p1", "p2")
-NO_TARGET = "factors without a target"
+NO_TARGET = "factors without a target (their label is none of p0, p1, p2)"
 _SOURCES = ("source", "category", "task", "domain")
 _KEYS = ("key", "id", "triplet", "triplet_id")
 
@@ -110,7 +110,7 @@ def factor_targets(
         factors: dicts with ``name``, ``label`` and ``probs``.
         labels: the labels that name a choice, in the order of ``probs``.
         line, problems: where bad factors are listed.
-        asked: line by aspect of what earlier rows asked of the same images; these factors are added.
+        asked: line by aspect of what earlier rows asked of the same images; these targets are added.
 
     Returns:
         The targets, and how many factors carry none.
@@ -123,7 +123,6 @@ def factor_targets(
             if name.casefold() in asked:
                 first = f"{problems.unit} {asked[name.casefold()]}"
                 raise DataError(f"the aspect {name!r} is there twice for the same images; the first, in {first}, is kept.")
-            asked[name.casefold()] = line
             label = factor.get("label")
             if label is not None and not isinstance(label, str):
                 raise DataError(f"the label of {name!r} must be one of {', '.join(labels)}, not {label!r}.")
@@ -131,6 +130,7 @@ def factor_targets(
                 without += 1
                 continue
             targets[name] = labelled_shares(name, label, factor.get("probs"), labels)
+            asked[name.casefold()] = line
         except DataError as error:
             problems.add(line, str(error))
     return targets, without

@@ -343,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL to write; image paths stay as they are")
     parser.add_argument("--task", choices=list(_CHOICES), default="odd_one_out", help="what was asked")
     parser.add_argument(
-        "--training_set", action="store_true", help=f"keep aspects with {REMOVE_AT} or more {CANT_TELL}"
+        "--training_set", action="store_true", help=f"keep aspects with {REMOVE_AT} or more {CANT_TELL} of which some could tell"
     )
     parser.add_argument("--image_root", type=Path, help="where image paths start (default: the table's folder)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad row")

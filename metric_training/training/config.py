@@ -22,6 +22,8 @@ OPTIMIZERS = ("adamw_torch", "muon")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 OBJECTIVES = ("votes", "scenes", "embeddings")
 SCRATCH = "scratch"
+#: For the help of commands that train.
+OTHER_FLAGS = "All other flags are those of metric_training/train.py, --config among them."
 #: torch's generators take 64 bits, and seeds are derived from this one by adding to it.
 LARGEST_SEED = 2**62
 
@@ -72,14 +74,15 @@ class TrainConfig:
     # optimisation
     objective: str = _setting(
         "votes",
-        "'votes'; or a start from scratch: 'scenes' (the vision tower alone learns procedural scenes' parameters, and which parts of the image the object covers) or "
+        "'votes'; or a start from scratch: 'scenes' (the vision tower alone learns procedural scenes' parameters, and which parts of "
+        "the image the object covers) or "
         "'embeddings' (mid fusion's image tokens learn the embeddings of --teacher).",
     )
     teacher: str | None = _setting(None, "Late metric whose embeddings objective 'embeddings' teaches.")
-    num_train_epochs: float = _setting(1.0, "Passes over the data.")
+    num_train_epochs: float = _setting(1.0, "Times that the data are gone through.")
     max_steps: int = _setting(-1, "Steps instead of epochs, where above 0.")
-    per_device_train_batch_size: int = _setting(1, "Comparisons, with all their aspects, a process and pass.")
-    gradient_accumulation_steps: int = _setting(1, "Passes a step.")
+    per_device_train_batch_size: int = _setting(1, "Comparisons, with all their aspects, in one process and one forward pass.")
+    gradient_accumulation_steps: int = _setting(1, "Forward and backward passes before each optimizer step.")
     optim: str = _setting(
         "adamw_torch", "'adamw_torch'; or 'muon': the towers' matrices by Muon (LoRA's, where there are such), all else by AdamW; tried from scratch only."
     )
@@ -134,8 +137,8 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
         description="Trains a fusion model on votes.",
         epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 1e-4'; flags win over it.",
     )
-    explain_negations(parser)
     parser.set_defaults_with_config(**given)
+    explain_negations(parser)
     config, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if rest:
         flag = rest[0].split("=")[0]

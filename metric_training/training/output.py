@@ -80,14 +80,17 @@ def saved_config(saved: dict[str, Any], path: Path) -> TrainConfig:
     return config
 
 
-def write_metrics(folder: Path) -> None:
-    """Writes best/ (where there was a validation) and last/ from a run's checkpoints."""
+def write_metrics(folder: Path) -> list[Path]:
+    """Writes best/ (where there was a validation) and last/ from a run's checkpoints; returns those written."""
+    written = []
     for name, file in (("best", BEST), ("last", STATE)):
         if (folder / file).exists():
             metric, saved = trained_metric(folder / file)
             dtype = torch.bfloat16 if saved["config"]["bf16"] else None
             metric.save_pretrained(folder / name, dtype=dtype)
             write_text(folder / name / "README.md", card(metric, saved, validations(folder), folder / name))
+            written.append(folder / name)
+    return written
 
 
 def _comparisons(config: TrainConfig, processes: int) -> str:

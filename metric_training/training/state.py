@@ -50,7 +50,7 @@ class Diverged(TPIPSError):
 
 
 def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any] | None:
-    """Makes the output folder; the checkpoint to resume from, or None.
+    """Looks at the output folder; the checkpoint to resume from, or None.
 
     What an earlier run left stays until `clear_folder`: settings and data that cannot be used must not cost it.
 
@@ -81,12 +81,16 @@ def open_folder(config: TrainConfig, used_by_us: bool = False) -> dict[str, Any]
     if not (config.overwrite or used_by_us) and folder.exists() and any(folder.iterdir()):
         go_on = "--resume to go on, or " if (folder / STATE).exists() else ""
         raise TPIPSError(f"The output folder {folder} is not empty; give {go_on}--overwrite to start anew in it.")
-    folder.mkdir(parents=True, exist_ok=True)
     return None
 
 
 def clear_folder(folder: Path, anew: bool) -> None:
-    """Removes what killed processes left half written, and why a run diverged; ``anew``: the files of an earlier run too."""
+    """Makes it where it is not there, and removes what killed processes left half written, and why a run diverged.
+
+    Args:
+        anew: the files of an earlier run go too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     for path in [*folder.glob(f"{TEMPORARY}*"), folder / DIVERGED, *([folder / name for name in (STATE, BEST, LOG)] if anew else [])]:
         if path.is_file():
             path.unlink()

@@ -191,16 +191,17 @@ def test_what_a_search_and_a_scaling_do_with_settings_is_said(
     monkeypatch.setattr(search, "finish", lambda settings, launcher: Path(settings.output_dir))
     monkeypatch.setattr(search, "best_agreement", lambda folder: 0.5)
     space = tmp_path / "space.yaml"
-    space.write_text("effective_batch_size: [24]\nlearning_rate: [0.002]\n")
+    space.write_text("effective_batch_size: [24]\nlearning_rate: [2e-3]\n")  # a text to YAML
     flags = [f"--model_name_or_path={config.model_name_or_path}", "--dataset_name=procedural", "--max_aspects=3", "--max_steps=1"]
-    search.main([*flags, "--trials=1", f"--space={space}", f"--output_dir={tmp_path / 'search'}"])
+    search.main([*flags, "--trials=1", f"--space={space}", f"--output-dir={tmp_path / 'search'}", "--launcher=torchrun -x"])
     shown = capsys.readouterr()
     assert "trial_0: effective_batch_size 24, learning_rate 0.002 (gradient_accumulation_steps 8)" in " ".join(shown.err.split())
-    assert "of 1 steps, as the trials" in shown.out and shown.out.strip().endswith(f"--config {tmp_path / 'search' / 'best.yaml'}")
+    assert "of 1 steps, as the trials" in shown.out
+    assert shown.out.strip().endswith(f": torchrun -x metric_training/train.py --config {tmp_path / 'search' / 'best.yaml'}")
     row = {"share": 1.0, "agreement": 0.5, "standard_error": 0.1, "consensus": 0.7}
     monkeypatch.setattr(scaling, "measure_scaling", lambda *_: [row])
-    scaling.main([*flags, "--test_samples=1", f"--output_dir={tmp_path / 'scaling'}"])
-    assert "max_steps 1: each share trains for as many steps" in capsys.readouterr().err
+    scaling.main([*flags, "--test_samples=1", f"--output-dir={tmp_path / 'scaling'}"])
+    assert "max_steps 1: each share trains for as many steps" in capsys.readouterr().err and (tmp_path / "scaling" / "scaling.md").is_file()
 
 
 def test_shares_that_would_share_a_folder(config: TrainConfig, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from metric_training.data.comparison import DataError, ImageSource, show_problems, vote_shares
-from metric_training.data.odd_one_out import load_odd_one_out, odd_one_out_row, write_rows
+from metric_training.data.odd_one_out import NO_TARGET, load_odd_one_out, odd_one_out_row, write_rows
 from metric_training.data.rows import read_rows, split_of
 from metric_training.data.sources import DataOptions, load_data
 
@@ -98,7 +98,8 @@ def test_strict_stops_at_the_first_bad_line_whatever_is_wrong_with_it(pictures: 
         path = write(tmp_path / "set.jsonl", [row(), *bad])
         with pytest.raises(DataError, match=f"set.jsonl, line 2: .*{message}"):
             load_odd_one_out(path, image_root=pictures, strict=True)
-        assert [line for line, _ in load_odd_one_out(path, image_root=pictures).problems.found] == [3, 2] or bad[0] == broken
+        shown = load_odd_one_out(path, image_root=pictures).problems.describe().splitlines()
+        assert len(shown) == 2 and message in shown[0] and "line 3" in shown[1]
 
 
 def test_what_was_asked_of_the_same_images_before_is_listed(pictures: Path, tmp_path: Path) -> None:
@@ -109,10 +110,19 @@ def test_what_was_asked_of_the_same_images_before_is_listed(pictures: Path, tmp_
     assert line == 3 and "'Lighting' is there twice for the same images; the first, in line 1, is kept" in message
 
 
+def test_a_bad_factor_does_not_stand_for_a_good_one_after_it(pictures: Path, tmp_path: Path) -> None:
+    bad, silent, good = factor(probs=[1, 1, 1]), factor(label="p9"), factor()
+    for rows in ([row(factors=[bad]), row(factors=[good])], [row(factors=[silent, good])], [row(factors=[bad, good])]):
+        data = load_odd_one_out(write(tmp_path / "set.jsonl", rows), image_root=pictures)
+        assert [c.aspects for c in data.comparisons] == [("pose",)] and len(data.problems.found) == (bad in rows[0]["factors"])
+
+
 def test_problems_are_shown_with_what_is_left(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "set.jsonl", [row(), "{", row("234"), row("019")])
     show_problems(load_odd_one_out(path, image_root=pictures))
-    assert capsys.readouterr().err.splitlines()[-1] == f"{path}: 2 problems; 2 comparisons are used."
+    assert capsys.readouterr().err.splitlines()[-1] == f"{path}: problems: 2; comparisons used: 2."
+    show_problems(load_odd_one_out(write(path, [row(factors=[factor(), factor(name="b", label="p9")])]), image_root=pictures))
+    assert capsys.readouterr().err == f"{path}: problems: 0; comparisons used: 1; left out: 1 {NO_TARGET}.\n"
     show_problems(load_odd_one_out(write(path, [row()]), image_root=pictures))
     assert not capsys.readouterr().err
 
@@ -128,7 +138,7 @@ def test_factors_with_other_labels_carry_no_target(pictures: Path, tmp_path: Pat
     path = write(tmp_path / "set.jsonl", [row(factors=silent), row("234", factors=silent[:2])])
     data = load_odd_one_out(path, image_root=pictures)
     assert [c.aspects for c in data.comparisons] == [("c",)] and not data.problems.found
-    assert data.dropped == {"factors without a target": 4, "triplets without a target": 1}
+    assert data.dropped == {NO_TARGET: 4, "triplets without a target": 1}
 
 
 def test_nothing_usable_is_an_error_with_reasons(pictures: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_to_the_bit(
 
     killed_and_resumed(tiny(start, tmp_path, fusion="early", name="tiny"), monkeypatch, train, "learning_rate_factor", dies_in_the_third_step)
     shown = capsys.readouterr().out
-    assert "4 items to train on, 1 in each of 4 steps." in shown
+    assert "4 items to train on, 1 in each of 4 steps.\n" in shown and "in each of 4 steps, of which 2 are done.\n" in shown
     assert f'Written: load_metric("{tmp_path / "best"}"), load_metric("{tmp_path / "last"}")' in shown
     one, two = state(finished), state(tmp_path)
     assert one["step"] == two["step"] == 4 and len(one["trained"]) > 2

@@ -12,6 +12,7 @@ from rl_recipes.config import (
     BUILTIN_MINUTES,
     LORA_EMA_DECAY,
     Algorithm,
+    BackpropArguments,
     ConfigError,
     GRPOArguments,
     NFTArguments,
@@ -39,8 +40,17 @@ def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path
 @pytest.mark.parametrize("name", sorted(p.stem for p in PRESETS.glob("*.yaml")))
 def test_every_preset_is_valid(name: str) -> None:
     settings = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
-    args = parse_arguments(["--preset", name]).to_dict()
-    assert {k: args[k] for k in settings} == settings
+    found = [parse_arguments(["--preset", name], algorithm).to_dict() for algorithm in ALGORITHMS]
+    assert all({k: args[k] for k in settings if k in args} == {k: v for k, v in settings.items() if k in args} for args in found)
+    assert settings.keys() <= {k for args in found for k in args}
+
+
+def test_what_was_tuned_on_the_built_in_editor_is_not_for_others() -> None:
+    built_in, others = ([parse_arguments(flags, recipe) for recipe in (NFTArguments, BackpropArguments)]
+                        for flags in ([], ["--preset", "qwen_image_edit"]))  # fmt: skip
+    assert [args.algorithm.kl_weight for args in built_in] == [0.1, 0.0]
+    assert [args.run.max_grad_norm for args in built_in] == [1.0, 0.05]
+    assert all(args.algorithm.kl_weight == 0 and args.run.max_grad_norm == 1 for args in others)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -164,10 +174,10 @@ def test_a_run_of_another_recipe_is_not_resumed(tmp_path: Path) -> None:
         (GRPOArguments, ["--ema_decay", "0"], 0.0),
         (GRPOArguments, ["--train", "full"], 0.0),
         (GRPOArguments, ["--train", "full", "--ema_decay", "0.9"], 0.9),
-        (NFTArguments, [], 0.0),
+        (NFTArguments, [], LORA_EMA_DECAY),
     ],
 )
-def test_grpo_hands_out_the_average_of_an_adapter_unless_told_otherwise(
+def test_the_average_of_an_adapter_is_handed_out_unless_told_otherwise(
     recipe: type[Algorithm], flags: list[str], decay: float
 ) -> None:
     assert parse_arguments(flags, recipe).ema_decay() == decay

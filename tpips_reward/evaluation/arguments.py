@@ -41,7 +41,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tie-margin", type=float, default=0.01, help="scores that differ by no more are a tie"
     )
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     command.add_argument("--strict", action="store_true", help="stop at any problem with the input")
     command.add_argument("--overwrite", action="store_true", help="replace a report that is there")
     command.add_argument("--resume", action="store_true", help="go on with an evaluation that was interrupted")
