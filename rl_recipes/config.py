@@ -237,8 +237,9 @@ class GRPOArguments(PolicyArguments, GroupAdvantageArguments):
 
     recipe: ClassVar[str] = "grpo_edit"
     least_generations: ClassVar[int] = 2
-    #: Defaults of this recipe for settings that all share.
+    #: Defaults of this recipe for settings that all share; those that no preset changes.
     shared: ClassVar[dict[str, Any]] = {}
+    whatever_editor: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass
@@ -249,6 +250,7 @@ class DDPOArguments(PolicyArguments):
     least_generations: ClassVar[int] = 1
     # A few prompts that come again, since their earlier rewards are what an edit is compared with.
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/ddpo_edit", "train_prompts": 48}
+    whatever_editor: ClassVar[tuple[str, ...]] = ()
 
     adv_clip: float = _setting(5.0, "Advantages are clipped to this size.")
     advantage_std: Literal["prompt", "batch"] = _setting(
@@ -271,6 +273,7 @@ class NFTArguments(GroupAdvantageArguments):
     recipe: ClassVar[str] = "nft_edit"
     least_generations: ClassVar[int] = 2
     shared: ClassVar[dict[str, Any]] = {"output_dir": "runs/nft_edit"}
+    whatever_editor: ClassVar[tuple[str, ...]] = ()
 
     nft_beta: float = _setting(1.0, "Strength of the implicit guidance; smaller is stronger.")
     kl_weight: float = _setting(0.1, "Weight of the squared distance to the velocity of the editor without its adapter.")
@@ -302,6 +305,8 @@ class BackpropArguments:
         "output_dir": "runs/backprop_edit", "num_generations": 1, "prompts_per_iteration": 24, "learning_rate": 1.2e-3,
         "max_grad_norm": 0.05, "max_steps": 110,
     }  # fmt: skip
+    # Presets are made for groups; here the edits of a prompt would be compared with nothing.
+    whatever_editor: ClassVar[tuple[str, ...]] = ("num_generations",)
 
     backprop: Literal["draft", "alignprop", "refl"] = _setting(
         "draft", "The gradient goes through the last steps, through a number of them that is drawn, or through one."

@@ -55,7 +55,8 @@ def parse_arguments(argv: Sequence[str], algorithm: type[Algorithm] = GRPOArgume
     config, file, argv = _take_config(list(argv))
     files = dict.fromkeys(config, file)
     # The preset depends on the editor, which may come from either place, so both are read once before it.
-    first = _parse(algorithm, config, files, argv)
+    # --help waits for it, and shows the defaults that hold for the editor.
+    first = _parse(algorithm, config, files, [flag for flag in argv if flag not in ("-h", "--help")])
     _check_names(first)
     base, base_file = _saved_settings(first) if first.run.resume else _preset(first)
     args = _parse(algorithm, {**base, **config}, {**dict.fromkeys(base, base_file), **files}, argv)
@@ -111,7 +112,8 @@ def _parse(
         (EditorArguments, RewardArguments, RunArguments, algorithm),
         allow_abbrev=False,
         description=(algorithm.__doc__ or "").partition("\n")[0],
-        epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 2e-4'; flags win over it.",
+        epilog="--config FILE reads settings from a YAML file with lines such as 'learning_rate: 2e-4'; flags win over it. "
+        "Defaults are those for the editor that is named: --editor X --help shows those of X.",
     )
     parser.files = files
     parser.set_defaults_with_config(**{**algorithm.shared, **settings})
@@ -142,7 +144,7 @@ def auto_preset(editor: str) -> str:
 
 
 def _preset(args: Arguments) -> tuple[dict[str, Any], str]:
-    """The preset's settings, without those of other algorithms than the one that runs, and its file."""
+    """The preset's settings, without those of other algorithms or that this one has for any editor, and its file."""
     editor, name = args.editor, args.editor.preset
     if name == "auto":
         name = auto_preset(editor.editor)
@@ -154,7 +156,8 @@ def _preset(args: Arguments) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"There is no preset {name!r}; there are {there}, 'auto' and 'none'.")
     known = _names(type(args.algorithm))
     others = {name for algorithm in ALGORITHMS for name in _names(algorithm)} - set(known)
-    return {name: value for name, value in load_yaml(path).items() if name not in others}, str(path)
+    taken = others | set(type(args.algorithm).whatever_editor)
+    return {name: value for name, value in load_yaml(path).items() if name not in taken}, str(path)
 
 
 def _saved_settings(args: Arguments) -> tuple[dict[str, Any], str]:
