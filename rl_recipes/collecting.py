@@ -6,6 +6,7 @@ Each process has an equal share of the edits, which may begin or end in the midd
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from rl_recipes.rewards import Rewards
 from rl_recipes.rollout import Trajectory, rollout
 from rl_recipes.runs import DivergedError, RunError, RunFolder
 from rl_recipes.seeds import NOISE, START, generator
+from tpips_reward.errors import reason
 from tpips_reward.rewards import RewardOutput
 
 T = TypeVar("T")
@@ -249,10 +251,11 @@ def score(
             for p in prompts
         ]
         try:
-            kept = f"The batch is in {folder.save_failed_batch(where, edits, sources, rows)}"
+            trace = "".join(traceback.format_exception(error))
+            kept = f"The batch and the traceback are in {folder.save_failed_batch(where, edits, sources, rows, trace)}"
         except RunError as refused:  # a full disk must not hide what is wrong with the reward
             kept = f"The batch could not be kept ({refused})"
         raise RunError(
-            f"The reward failed in {where} ({type(error).__name__}: {error}). {kept}; once the cause is "
+            f"The reward failed in {where} ({type(error).__name__}: {reason(error)}). {kept}; once the cause is "
             f"mended, --resume goes on from the last checkpoint."
         ) from error

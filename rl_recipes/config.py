@@ -20,7 +20,7 @@ RESUMABLE = frozenset(
     {
         "output_dir", "resume", "overwrite", "preset", "max_steps", "max_minutes", "save_steps",
         "save_total_limit", "report_to", "threads", "sample_grids", "on_bad_row", "stop_on_hack", "reward_retries",
-        "push_to_hub", "hub_model_id", "hub_private", "offload_text_encoders",
+        "push_to_hub", "hub_model_id", "hub_private", "offload_text_encoders", "gradient_checkpointing", "recompute",
     }
 )  # fmt: skip
 

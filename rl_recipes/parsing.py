@@ -39,8 +39,8 @@ class _Parser(TrlParser):
     def error(self, message: str) -> NoReturn:
         bad = re.match(r"argument --(\w+)\S*: (.*)", message, re.DOTALL)
         if bad and bad[1] in self.files:
-            raise ConfigError(f"{_place(bad[1], self.files)}: {bad[2]}.")
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}. --help lists all flags.")
+            raise ConfigError(f"{_place(bad[1], self.files)}: {bad[2].rstrip('.')}.")
+        raise ConfigError(f"{message[:1].upper()}{message[1:].rstrip('.')}. --help lists all flags.")
 
 
 def parse_arguments(argv: Sequence[str], algorithm: type[Algorithm] = GRPOArguments) -> Arguments:

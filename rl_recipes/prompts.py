@@ -21,7 +21,7 @@ import torch
 from PIL import ExifTags, Image
 
 from rl_recipes.logs import each_process
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, reason
 from tpips_reward.images import to_tensors
 from tpips_reward.rewards.aspects import aspect_lists, check_disjoint
 from tpips_reward.scenes import Edit, render, sample_edit, to_tensor
@@ -251,7 +251,7 @@ def parse_row(line: bytes, number: int, folder: Path) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # a ValueError also for numbers of more than 4300 digits
-        raise PromptError(f"not JSON ({_reason(error)}).") from error
+        raise PromptError(f"not JSON ({reason(error)}).") from error
     if not isinstance(row, dict):
         raise PromptError(f'not an object such as {{"image": …}} but {type(row).__name__}.')
     for name in ("image", "instruction", "preserve"):
@@ -310,7 +310,7 @@ def image_size(path: Path) -> tuple[int, int]:
     except PromptError:
         raise
     except Exception as error:  # Pillow's decoders raise many kinds, struct.error and SyntaxError among them
-        raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
+        raise PromptError(f"the image {path} does not open ({reason(error)}).") from error
     if width * height > MAX_PIXELS:
         raise PromptError(f"the image {path} is too large, {width}x{height}; at most {MAX_PIXELS:,} pixels are read.")
     if min(width, height) < MIN_SIDE:
@@ -335,7 +335,7 @@ def load_image(path: Path) -> torch.Tensor:
         with Image.open(path) as opened:
             return to_tensors([opened])[0]
     except Exception as error:  # as above
-        raise PromptError(f"the image {path} does not open ({_reason(error)}).") from error
+        raise PromptError(f"the image {path} does not open ({reason(error)}).") from error
 
 
 def _fingerprint(content: bytes, rows: list[Row]) -> str:
@@ -343,7 +343,3 @@ def _fingerprint(content: bytes, rows: list[Row]) -> str:
     for row in rows:
         digest.update(f"{row.line} {row.sizes} {row.bytes}\n".encode())
     return digest.hexdigest()
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

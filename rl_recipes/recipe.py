@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from rl_recipes import building, hub
 from rl_recipes.config import Algorithm, Arguments
 from rl_recipes.job import Job
 from rl_recipes.parsing import parse_arguments
 from rl_recipes.progress import Clock, Display
-from rl_recipes.runs import DivergedError
+from rl_recipes.runs import DivergedError, RunError
 from rl_recipes.session import Session
 from rl_recipes.weights import MovingAverage
-from tpips_reward.errors import BAD_INPUT, INTERRUPTED, TPIPSError
+from tpips_reward.errors import BAD_INPUT, INTERRUPTED, exit_on_errors, reason
 from tpips_reward.stopping import Interrupted, StopSignal
 
 
 def run_recipe(
-    algorithm: type[Algorithm], train: Callable[[Session], None], argv: Sequence[str] | None, clock: Clock | None
+    algorithm: type[Algorithm],
+    train: Callable[[Session], None],
+    argv: Sequence[str] | None,
+    clock: Clock | None,
+    check: Callable[[Session], None] = lambda session: None,
 ) -> int:
     """Reads flags, runs the recipe, and turns errors that the user can mend into one line.
 
@@ -27,23 +34,43 @@ def run_recipe(
         algorithm: the dataclass of its own settings.
         train: its loop, which is given a session that has begun.
         argv: flags; None for those of the command line.
+        check: called before the first evaluation; raises a TPIPSError where the loop could not work.
 
     Returns:
         the exit code: 2 for bad input, 130 when it was interrupted.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        args = parse_arguments(sys.argv[1:] if argv is None else argv, algorithm)
-        return _run(args, train, clock or Clock())
-    except TPIPSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("Stopped before the run began.", file=sys.stderr)
-        return INTERRUPTED
+        with exit_on_errors(), _memory_errors():
+            args = parse_arguments(sys.argv[1:] if argv is None else argv, algorithm)
+            return _run(args, train, clock or Clock(), check)
+    except SystemExit as end:
+        for code in (BAD_INPUT, INTERRUPTED):
+            if end.code == code:
+                return code
+        raise  # --help
 
 
-def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int:
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turns a device that is full, while the editor is loaded or later, into one sentence.
+
+    Raises:
+        RunError: in place of PyTorch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"The device's memory is full ({reason(error, 150)}); less is needed with --gradient_checkpointing true and "
+            "--offload_text_encoders true, also by --resume, and in a new run with --samples_per_batch 1, a lower "
+            "--resolution, or weights that GPUs share (docs/scaling.md)."
+        ) from error
+
+
+def _run(
+    args: Arguments, train: Callable[[Session], None], clock: Clock, check: Callable[[Session], None]
+) -> int:
     hub.check_login(args)
     accelerator = building.build_accelerator(args)
     folder = building.check_folder(args, accelerator)
@@ -62,12 +89,13 @@ def _run(args: Arguments, train: Callable[[Session], None], clock: Clock) -> int
             building.claim_folder(folder, args, accelerator)
             building.start_trackers(args, accelerator)
             session.restore()
+            check(session)
             before = session.evaluate_before()
             train(session)
             session.save_checkpoint()
             session.finish(before, session.evaluate_after(before))
-        except (Interrupted, KeyboardInterrupt) as reason:
-            session.save_after_error(agreed=isinstance(reason, Interrupted))
+        except (Interrupted, KeyboardInterrupt) as stopped:
+            session.save_after_error(agreed=isinstance(stopped, Interrupted))
             display.say(session.stopped())
             return INTERRUPTED
         except DivergedError:

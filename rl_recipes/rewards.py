@@ -29,7 +29,7 @@ from rl_recipes.config import ConfigError, RewardArguments
 from rl_recipes.logs import each_process
 from rl_recipes.prompts import Prompt
 from tpips_reward import load_metric
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, reason
 from tpips_reward.rewards import RewardOutput, TPIPSReward, parse_reward
 from tpips_reward.serving.client import RemoteReward
 
@@ -39,6 +39,7 @@ TPIPS_OPTIONS = ("metric", "revision", "device", "dtype", "gate", "gate_threshol
 FUNCTION_ARGUMENTS = ("images", "sources", "instructions", "preserve", "target")
 #: The longest wait before a failed reward is asked again, in seconds.
 LONGEST_WAIT = 10.0
+_MOST_SHOWN = 8
 BUILT_IN = "tpips:preserve, tpips:target, tpips:edit and remote:http://host:port"
 
 
@@ -174,7 +175,7 @@ class FunctionReward:
         except Exception as error:  # whatever the module's own code raises
             known = f" The rewards that come along are {BUILT_IN}." if isinstance(error, ModuleNotFoundError) else ""
             raise ConfigError(
-                f"The reward {name!r} cannot be imported ({type(error).__name__}: {error}).{known}"
+                f"The reward {name!r} cannot be imported ({type(error).__name__}: {reason(error)}).{known}"
             ) from error
         finally:
             sys.path.append(sys.path.pop(0))
@@ -194,9 +195,11 @@ class FunctionReward:
             raise ConfigError(f"The reward {name!r} {what}; its arguments may be {', '.join(FUNCTION_ARGUMENTS)}.")
 
     def __call__(self, edits: list[Tensor], sources: list[Tensor], prompts: Sequence[Prompt]) -> RewardOutput:
+        # what a function does to its images in place must not reach what looks at them next; a group shares its source
+        own = {key: source.clone() for key, source in {id(source): source for source in sources}.items()}
         given = {
-            "images": edits,
-            "sources": sources,
+            "images": [edit.clone() for edit in edits],
+            "sources": [own[id(source)] for source in sources],
             "instructions": [p.instruction for p in prompts],
             "preserve": [list(p.preserve) for p in prompts],
             "target": [list(p.target) for p in prompts],
@@ -208,7 +211,7 @@ class FunctionReward:
             scores = torch.as_tensor(answer)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise WrongAnswer(
-                f"its answer is a {type(answer).__name__} ({error}); give a list, an array or a tensor of {len(edits)} numbers"
+                f"its answer is a {type(answer).__name__} ({reason(error)}); give a list, an array or a tensor of {len(edits)} numbers"
             ) from error
         return RewardOutput(scores, [{} for _ in edits], {}, {})
 
@@ -290,11 +293,11 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
         except Exception as error:
             if attempt == one.retries or isinstance(error, WrongAnswer):
                 kind = "" if isinstance(error, TPIPSError) else f"{type(error).__name__}: "
-                raise TPIPSError(f"{names}: {kind}{error}") from error
+                raise TPIPSError(f"{names}: {kind}{reason(error)}") from error
             wait = min(2.0**attempt, LONGEST_WAIT)
             each_process.warning(
                 "The reward %s failed (%s: %s); it is asked again in %.0f s.",
-                names, type(error).__name__, error, wait,
+                names, type(error).__name__, reason(error), wait,
             )  # fmt: skip
             time.sleep(wait)
     if not output.parts:
@@ -315,7 +318,7 @@ def _checked(output: RewardOutput, count: int) -> RewardOutput:
     """
     scores = _numbers("its score", output.scores)
     if scores.shape != (count,) or not bool(torch.isfinite(scores).all()):
-        raise TPIPSError(f"its scores for {count} edits are {scores.tolist()}")
+        raise TPIPSError(f"its scores for {count} edits are {_shown(scores)}; give one finite number an edit")
     try:
         per_aspect = [
             {role: {aspect: float(value) for aspect, value in values.items()} for role, values in aspects.items()}
@@ -330,11 +333,20 @@ def _checked(output: RewardOutput, count: int) -> RewardOutput:
     terms = {name: _numbers(f"the term {name!r}", term) for name, term in output.terms.items()}
     for name, term in terms.items():
         if term.shape != (count,) or bool(torch.isinf(term).any()):  # NaN is what has not been measured
-            raise TPIPSError(f"the term {name!r} for {count} edits is {term.tolist()}")
+            raise TPIPSError(f"the term {name!r} for {count} edits is {_shown(term)}; give one number an edit, NaN for none")
     for number in (v for aspects in per_aspect for role in aspects.values() for v in role.values()):
         if not math.isfinite(number):
             raise TPIPSError(f"per_aspect holds {number}, which is no finite number")
     return replace(output, scores=scores, per_aspect=per_aspect, terms=terms)
+
+
+def _shown(values: Tensor) -> str:
+    """Numbers for a message: all of a few, else the shape, and how many are not finite and the first of those."""
+    if values.numel() <= _MOST_SHOWN:
+        return str(values.tolist())
+    odd = values[~torch.isfinite(values)]
+    found = f", of which {len(odd)} are not finite (the first is {float(odd[0])})" if len(odd) else ""
+    return f"{values.numel()} numbers of shape {tuple(values.shape)}{found}"
 
 
 def _numbers(name: str, values: Tensor) -> Tensor:

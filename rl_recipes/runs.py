@@ -56,7 +56,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             errno.ENOTDIR: "a part of the path is a file; choose another --output_dir",
             errno.EEXIST: "a part of the path is a file; choose another --output_dir",
             errno.ENAMETOOLONG: "the name is too long; choose another --output_dir",
-        }.get(error.errno or 0, f"{error.strerror or error}")
+        }.get(error.errno or 0, f"{error.strerror or error}; check the path and the disk, or choose another --output_dir")
         raise RunError(f"Cannot write {path}: {why}.") from error
     except SafetensorError as error:
         raise RunError(f"Cannot write {path}: {error}.") from error
@@ -229,14 +229,15 @@ class RunFolder:
         write_atomic(self.metrics, lambda p: p.write_text("".join(kept), encoding="utf-8"))
 
     def save_failed_batch(
-        self, name: str, edits: list[torch.Tensor], sources: list[torch.Tensor], rows: list[dict[str, Any]]
+        self, name: str, edits: list[torch.Tensor], sources: list[torch.Tensor], rows: list[dict[str, Any]], trace: str
     ) -> Path:
-        """Keeps the batch on which a reward failed, for a look at it; returns its folder."""
+        """Keeps the batch on which a reward failed, and the traceback, for a look at them; returns their folder."""
         folder = self.path / "failed_batch" / name
         for role, images in (("edit", edits), ("source", sources)):
             for index, image in enumerate(images):
                 write_image(folder / f"{index:03d}_{role}.png", to_image(torch.nan_to_num(image)))
         write_json(folder / "batch.json", rows)
+        write_atomic(folder / "traceback.txt", lambda p: p.write_text(trace, encoding="utf-8"))
         return folder
 
 

@@ -69,6 +69,16 @@ def exit_on_errors(program: str = "error") -> Iterator[None]:
         _leave(f"{program}: interrupted", INTERRUPTED)
 
 
+def reason(error: BaseException, most: int = 300) -> str:
+    """What an error says, in one line, for a sentence of ours; its type where it says nothing.
+
+    Args:
+        most: characters that are kept of what other code says; our own errors end with their remedy, and are kept whole.
+    """
+    text = " ".join(str(error).split())
+    return (text if isinstance(error, TPIPSError) else text[:most]) or type(error).__name__
+
+
 def unusable(error: OSError) -> str:
     """The sentence for a file or folder that cannot be read or written; the error has its name."""
     return f"{error.filename} cannot be used: {error.strerror}; check the path, the rights and the space there."

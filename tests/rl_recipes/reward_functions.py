@@ -31,6 +31,16 @@ def fails_twice(images: list[Tensor]) -> list[float]:
     return [1.0] * len(images)
 
 
+def whitens_in_place(images: list[Tensor], sources: list[Tensor]) -> list[float]:
+    for image in (*images, *sources):
+        image.fill_(1.0)
+    return [1.0] * len(images)
+
+
+def fails_in_two_lines(images: list[Tensor]) -> list[float]:
+    raise RuntimeError("out of memory\nTry again with less")
+
+
 def not_a_number(images: list[Tensor]) -> list[float]:
     return [float("nan")] * len(images)
 

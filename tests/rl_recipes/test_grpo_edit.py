@@ -207,6 +207,29 @@ def test_a_full_disk_does_not_hide_why_the_reward_failed(
     assert "its scores for 4 edits are [nan" in error and "could not be kept (Cannot write failed_batch: the disk is full.)" in error
 
 
+def test_a_full_device_is_one_sentence_and_a_run_goes_on_with_its_remedy(
+    flags: Flags, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    original = grpo.update
+
+    def full(*args: Any) -> dict[str, float]:
+        if args[2].number == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+        return original(*args)
+
+    monkeypatch.setattr(grpo, "update", full)
+    assert grpo_edit.main(flags(run)) == 2
+    monkeypatch.undo()
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "memory is full (CUDA out of memory. Tried to allocate 2.00 GiB. See" in error and "--resume" in error
+    assert (run / "checkpoints" / "step_000003").is_dir()
+    assert grpo_edit.main(["--resume", f"--output_dir={run}", "--gradient_checkpointing=true"]) == 0
+    found, expected = _lines(run), _lines(whole_run)
+    assert found[:3] == expected[:3] and found[3]["reward_mean"] == expected[3]["reward_mean"]
+    assert found[3]["grad_norm"] == pytest.approx(expected[3]["grad_norm"], rel=1e-3)
+
+
 def test_a_damaged_evaluation_is_repeated_after_the_remedy_that_is_named(
     flags: Flags, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

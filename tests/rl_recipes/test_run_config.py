@@ -104,6 +104,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--config"], "needs a file name"),
         (["--editor", " "], "editor is empty"),
         (["--gate", "soft"], "gate.*soft"),
+        (["--antithetic", "maybe"], r"got maybe .*\(case insensitive\)\. --help lists all flags\.$"),
     ],
 )
 def test_bad_flags_are_named(argv: list[str], message: str, tmp_path: Path) -> None:

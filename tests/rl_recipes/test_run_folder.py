@@ -52,8 +52,9 @@ def test_a_check_leaves_no_empty_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(errno.ENOSPC, "disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "may not write there")],
-)
+    [(errno.ENOSPC, "disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "may not write there"),
+     (errno.ENOENT, "No such file or directory; check the path and the disk, or choose another --output_dir")],
+)  # fmt: skip
 def test_a_disk_that_refuses_is_one_sentence(
     number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,8 +122,9 @@ def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
 
 def test_a_failed_batch_is_kept(tmp_path: Path) -> None:
     nan = torch.full((3, 4, 4), float("nan"))
-    path = RunFolder(tmp_path).save_failed_batch("iteration_000003", [nan], [torch.zeros(3, 4, 4)], [{"key": "a"}])
-    assert sorted(p.name for p in path.iterdir()) == ["000_edit.png", "000_source.png", "batch.json"]
+    path = RunFolder(tmp_path).save_failed_batch("iteration_000003", [nan], [torch.zeros(3, 4, 4)], [{"key": "a"}], "Traceback …")
+    assert sorted(p.name for p in path.iterdir()) == ["000_edit.png", "000_source.png", "batch.json", "traceback.txt"]
+    assert (path / "traceback.txt").read_text() == "Traceback …"
 
 
 def test_one_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:

@@ -154,6 +154,24 @@ def test_the_weight_of_a_whole_output_counts_and_its_parts_are_its_own() -> None
     assert both.per_aspect[0] == {**alone.per_aspect[0], f"preserve[{name}]": {"background": 0.25}}
 
 
+def test_a_function_that_writes_into_its_images_spoils_no_others() -> None:
+    edits, sources = images(2), images(1, seed=1) * 2
+    kept = [image.clone() for image in (*edits, *sources)]
+    mixed = build_rewards(f"{OWN}:whitens_in_place,{OWN}:brightness", _settings(), "cpu")
+    parts = mixed(edits, sources, _prompts()).parts
+    assert all(torch.equal(*both) for both in zip(kept, (*edits, *sources), strict=True))
+    assert torch.equal(parts[f"{OWN}:brightness"], torch.stack([image.mean() for image in edits]))
+
+
+def test_a_message_is_one_line_and_stays_short(no_waiting: list[float]) -> None:
+    edits, prompts = images(1) * 12, _prompts() * 6
+    with pytest.raises(TPIPSError, match=f"^{OWN}:fails_in_two_lines: RuntimeError: out of memory Try again with less$"):
+        build_rewards(f"{OWN}:fails_in_two_lines", _settings(reward_retries=0), "cpu")(edits, edits, prompts)
+    expected = r"12 numbers of shape \(12,\), of which 12 are not finite \(the first is nan\); give one finite number an edit$"
+    with pytest.raises(TPIPSError, match=expected):
+        build_rewards(f"{OWN}:not_a_number", _settings(reward_retries=0), "cpu")(edits, edits, prompts)
+
+
 def test_a_failing_reward_is_asked_again_and_then_given_up(no_waiting: list[float]) -> None:
     edits, prompts = images(2), _prompts()
     reward_functions.CALLS.clear()
