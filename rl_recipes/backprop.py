@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_recipes.algorithms.backprop import GradientPlan, gradient_plan, predict_clean, reward_loss
 from rl_recipes.algorithms.kl import velocity_distance
-from rl_recipes.collecting import Draw, Edits, batch_name, decode, edit_generators, encode_drawn, score
+from rl_recipes.collecting import Draw, Edits, batch_name, decode, edit_generators, encode_drawn, fitted_source, score
 from rl_recipes.config import Arguments
 from rl_recipes.editors import Conditions
 from rl_recipes.job import Iteration, Job
 from rl_recipes.optimizing import take_step
+from rl_recipes.prompts import Prompt
+from rl_recipes.rewards import RemoteSource
 from rl_recipes.runs import RunError
 from rl_recipes.zero import backward
 from tpips_reward.rewards import RewardOutput
@@ -70,6 +72,23 @@ def update(job: Job, drawn: Sequence[Sequence[Draw]], step: Iteration) -> tuple[
     return found, {**moved, "grad_norm": take_step(job, step, losses)}
 
 
+def check_reward(job: Job, prompt: Prompt) -> None:
+    """Asks for a prompt's source in the place of an edit, so that a reward without gradient costs no evaluation.
+
+    Raises:
+        RunError: a part of the reward gives no gradient. Whatever else is wrong with it will be said of a batch of its own.
+    """
+    remote = [name for one in job.reward.asked if isinstance(one.source, RemoteSource) for name in one.weights]
+    if remote:
+        raise _no_gradient(remote[0])
+    source = fitted_source(job.editor, prompt)
+    try:
+        output = job.reward([source.clone().requires_grad_()], [source], [prompt])
+    except Exception:  # noqa: BLE001  of whatever kind: the evaluation asks again, and keeps the batch
+        return
+    _check_gradients(output)
+
+
 def sample_with_gradient(
     job: Job, drawn: Sequence[Draw], conditions: Conditions, plan: GradientPlan, step: Iteration
 ) -> tuple[Tensor, Tensor | None]:
@@ -115,10 +134,14 @@ def _check_gradients(output: RewardOutput) -> None:
     """A reward without gradient beside one that has it would be left out of the training without a word."""
     for name, part in output.parts.items():
         if not part.requires_grad:
-            raise RunError(
-                f"The reward {name!r} gives no gradient, so that it cannot be backpropagated; leave it out, make it of "
-                "differentiable operations on the images, or use grpo_edit.py."
-            )
+            raise _no_gradient(name)
+
+
+def _no_gradient(name: str) -> RunError:
+    return RunError(
+        f"The reward {name!r} gives no gradient, so that it cannot be backpropagated; leave it out, make it of "
+        "differentiable operations on the images, or use grpo_edit.py."
+    )
 
 
 def _detached(output: RewardOutput) -> RewardOutput:

@@ -25,9 +25,14 @@ def train(session: Session) -> None:
         session.finish_iteration(step, edits, moved)
 
 
+def check(session: Session) -> None:
+    """Refuses a reward without gradient."""
+    backprop.check_reward(session.job, session.queue.source[0])
+
+
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
     """Runs the recipe; returns the exit code."""
-    return run_recipe(BackpropArguments, train, argv, clock)
+    return run_recipe(BackpropArguments, train, argv, clock, check)
 
 
 if __name__ == "__main__":

@@ -151,9 +151,10 @@ def test_every_way_of_backpropagation_runs(flags: Flags, tmp_path: Path) -> None
 
 def test_a_reward_without_gradient_is_refused(flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reward = "tpips:preserve,reward_functions:brightness_without_gradient=0.1"
-    made = _flags(flags, "backprop", tmp_path / "run", reward=reward, eval_samples=0)
-    assert backprop_edit.main(made) == 2
-    assert "brightness_without_gradient' gives no gradient" in capsys.readouterr().err
+    for text, name in ((reward, "reward_functions:brightness_without_gradient"), *[("remote:http://127.0.0.1:1",) * 2]):
+        assert backprop_edit.main(_flags(flags, "backprop", tmp_path / "run", "--overwrite", reward=text)) == 2
+        assert f"The reward '{name}' gives no gradient" in capsys.readouterr().err
+        assert not (tmp_path / "run" / "before.json").exists(), "before an evaluation has cost its hours"
 
 
 def test_saturated_prompts_are_skipped_in_a_run(flags: Flags, tmp_path: Path) -> None:
