@@ -213,6 +213,11 @@ def build_prompts(
         except TPIPSError as error:
             raise ConfigError(f"--judge cannot answer for it: {error}") from error
 
+    if g.stop_on_hack and judge is None:
+        log.warning(
+            "--stop_on_hack has no --judge: of photographs no truth is known, and training ends at copies, images that are none "
+            "and lost edges alone"
+        )
     rows = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
     aimless = sum(not row.target for row in rows.rows)
     if aimless:

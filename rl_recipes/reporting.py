@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from rl_recipes.algorithms import hacks
 from rl_recipes.collecting import Batch, Edits
 from rl_recipes.rewards import Rewards
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, reason
 from tpips_reward.scenes import measure_edit
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ def edit_rows(batches: Sequence[Edits], judge: Rewards | None = None) -> list[di
     The judge, and the measures of known scenes, look at the first edit of each group alone.
     """
     rows: list[dict[str, Any]] = []
+    own = judge is not None  # where it fails, what is known of a scene must not fill in: it is on another scale
     for batch in batches:
         output, advantages = batch.output, batch.advantages.tolist() if isinstance(batch, Batch) else None
         copied = hacks.copies(batch.edits, batch.sources).tolist()
@@ -59,7 +60,8 @@ def edit_rows(batches: Sequence[Edits], judge: Rewards | None = None) -> list[di
             if advantages is not None:
                 row["advantage"] = advantages[i]
             if item.sample == 0:
-                row |= _known(item.prompt.edit, batch.edits[i]) | judged.get(i, {})
+                known = _known(item.prompt.edit, batch.edits[i])
+                row |= ({k: v for k, v in known.items() if k != "judge"} if own else known) | judged.get(i, {})
             rows.append(row)
     return gather_object(rows)
 
@@ -86,8 +88,8 @@ def _judge(batch: Edits, judge: Rewards | None) -> dict[int, dict[str, float]] |
             [batch.edits[i] for i in first], [batch.sources[i] for i in first], [batch.drawn[i].prompt for i in first]
         ).scores.tolist()
     except Exception as error:  # noqa: BLE001  whatever it is, training does not depend on it
-        reason = str(error) if isinstance(error, TPIPSError) else f"{type(error).__name__}: {error}"
-        _say_once(f"The judge failed ({reason.rstrip('.')}); iterations where it does lack its judgement.")
+        kind = "" if isinstance(error, TPIPSError) else f"{type(error).__name__}: "
+        _say_once(f"The judge failed ({kind}{reason(error).rstrip('.')}); iterations where it does lack its judgement.")
         return None
     return {i: {"judge": score} for i, score in zip(first, scores, strict=True)}
 

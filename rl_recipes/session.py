@@ -307,6 +307,12 @@ class Session:
         save_curves(path / "curves.png", lines)
         warnings = [f"{sentence} (during training)" for sentence in self.watch.found.values()]
         warnings += setbacks(before, after)
+        silent = sum("judge" not in line for line in lines) if self.judge is not None else 0
+        if silent:
+            warnings.append(
+                f"--judge failed in {silent} of {len(lines)} iterations, and what it would have said of the reward in them is "
+                "not known"
+            )
         summary = {
             "before": before.means(),
             "after": after.means(),

@@ -83,6 +83,18 @@ def test_rows_for_which_the_judge_cannot_answer_are_bad_rows(tmp_path: Path) -> 
     assert prompts.bad == [(1, "--judge cannot answer for it: it names no target")]
 
 
+def test_photographs_without_a_judge_are_watched_by_less(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    row = {"image": "a.png", "instruction": "make it red", "preserve": ["background"], "target": ["color"]}
+    (tmp_path / "edits.jsonl").write_text(json.dumps(row))
+    judge = Rewards("tpips:target", [Asked(_Targets(), {"tpips:target": 1.0})])
+    for stop, given, said in ((True, None, True), (True, judge, False), (False, None, False)):
+        caplog.clear()
+        args = settings(data=tmp_path / "edits.jsonl", stop_on_hack=stop)
+        building.build_prompts(args, tiny_editor(), Rewards("none"), given)
+        assert ("--stop_on_hack has no --judge" in caplog.text) == said
+
+
 class _Targets(AspectSource):
     def __init__(self) -> None:
         self.reward: Any = self

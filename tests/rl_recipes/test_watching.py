@@ -109,9 +109,17 @@ def test_a_judge_that_fails_is_asked_once_an_iteration_and_costs_no_run(tmp_path
         for iteration in (1, 2):
             rows = edit_rows([batch, batch, batch], rewards_of({"x": Failing()}))
             assert len(asked) == iteration and len(rows) == 12 and all("known" in row for row in rows[::4])
+            assert not any("judge" in row for row in rows), "the truth of a scene is on another scale"
     assert [record.getMessage() for record in caplog.records] == [
         "The judge failed (x: ConnectionError: the server is down); iterations where it does lack its judgement."
     ]
+
+
+def test_a_judge_that_never_answers_is_told_at_the_end(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    made = flags(tmp_path / "run", judge="reward_functions:not_a_number", reward_retries=0, max_steps=2, eval_samples=0)
+    assert grpo_edit.main(made) == 0
+    warnings = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
+    assert any(warning.startswith("--judge failed in 2 of 2 iterations") for warning in warnings)
 
 
 def test_a_run_stops_at_a_sign_when_asked_to(
