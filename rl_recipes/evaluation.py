@@ -29,10 +29,10 @@ from tpips_reward.stopping import Interrupted
 
 #: Measures of ``summary.json``; the second value says which direction is better (+1 higher, -1 lower).
 MEASURES: dict[str, int] = {
-    "preserve": 1, "target": 1, "edit_success": 1, "drift": -1, "object_lost": -1, "l1_to_ideal": -1, "copy_rate": -1,
+    "reward": 1, "preserve": 1, "target": 1, "edit_success": 1, "drift": -1, "object_lost": -1, "l1_to_ideal": -1, "copy_rate": -1,
 }  # fmt: skip
 #: What a row has beside them.
-_ABOUT = ("key", "kind", "instruction", "reward", "aspects")
+_ABOUT = ("key", "kind", "instruction", "aspects")
 _BOOTSTRAP = 2000
 #: With fewer pairs a resampled mean says nothing about the spread, and there is no standard error.
 MIN_PAIRS = 8
@@ -45,8 +45,8 @@ class Evaluation:
     """The measures of each edit, and the first few edited images.
 
     Attributes:
-        rows: a dict an edit: ``key``, ``kind``, ``instruction``, ``reward``, ``aspects`` (its similarities and changes by
-            aspect), and every name of :data:`MEASURES`, None where it cannot be known (edits of photographs have no ideal).
+        rows: a dict an edit: ``key``, ``kind``, ``instruction``, ``aspects`` (its similarities and changes by aspect), and
+            every name of :data:`MEASURES`, None where it cannot be known (edits of photographs have no ideal).
         images: the first edits, (3, H, W) float in [0, 1], for the grids.
         seconds: what the evaluation took.
     """
@@ -105,9 +105,9 @@ def evaluate(
 ) -> Evaluation:
     """Edits the first ``count`` prompts once each, without added noise, and measures the results.
 
-    ``preserve`` is the mean similarity over the preserve aspects and ``target`` the mean change over the target
-    aspects, both by the reward's metric; the other measures come from the scenes' known parameters (``measure_edit``)
-    alone. Initial noise depends on ``eval_seed`` and the prompt's position alone.
+    ``reward`` is what is optimised, of several rewards their weighted sum; ``preserve`` is the mean similarity over the
+    preserve aspects and ``target`` the mean change over the target aspects, both by the reward's metric; the other measures
+    come from the scenes' known parameters (``measure_edit``) alone. Initial noise depends on ``eval_seed`` and the prompt's position alone.
 
     Args:
         name: "before" or "after", for messages.
@@ -248,7 +248,7 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
 
 def _measure(prompt: Prompt, edit: torch.Tensor, source: torch.Tensor) -> dict[str, float | None]:
     if prompt.edit is None:
-        unknown = dict.fromkeys(MEASURES.keys() - {"preserve", "target"})
+        unknown = dict.fromkeys(MEASURES.keys() - {"reward", "preserve", "target"})
         return {**unknown, "copy_rate": float(copies([edit], [source])[0])}
     measures = measure_edit(prompt.edit, edit)
     return {

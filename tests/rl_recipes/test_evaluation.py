@@ -76,6 +76,7 @@ def test_photographs_have_no_ideal_but_copies_are_noticed(tmp_path: Path, monkey
     result = _evaluate(editor, tmp_path, prompts, 2)
     assert [row["copy_rate"] for row in result.rows] == [1.0, 0.0]
     assert result.rows[0]["aspects"]["preserve"] == {"background": pytest.approx(1.0)}
+    assert result.means()["reward"] == pytest.approx(float(np.mean([row["preserve"] for row in result.rows]))), "what was optimised"
     assert result.rows[0]["drift"] is result.rows[0]["target"] is None
     means = result.means()
     assert means["copy_rate"] == 0.5 and means["edit_success"] is None
