@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,9 +20,13 @@ from rl_recipes.prompts import JSONLPrompts, ProceduralPrompts, PromptSource, Ro
 from rl_recipes.rewards import Rewards, build_rewards, parse_entries
 from rl_recipes.runs import RunFolder
 from rl_recipes.seeds import ADAPTER, generator
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, reason
 
 log = logging.getLogger(__name__)
+
+#: Processes wait so long for one another. NCCL's ten minutes are less than a checkpoint of all weights may take, or a reward
+#: that one of them waits for; the run would die there without the sentence that says why.
+PATIENCE = timedelta(hours=3)
 
 
 def build_accelerator(args: Arguments) -> Accelerator:
@@ -37,12 +42,15 @@ def build_accelerator(args: Arguments) -> Accelerator:
     if g.report_to != "none" and not trackers[g.report_to]():
         raise ConfigError(f"--report_to {g.report_to} needs that package: pip install {g.report_to}")
     has_device = torch.accelerator.is_available()
+    group = InitProcessGroupKwargs(timeout=PATIENCE)
+    if not has_device and zero.asked():
+        # Without a GPU accelerate finds no backend for DeepSpeed, and would take every process for the main one.
+        group = InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)
     accelerator = Accelerator(
         # Without this, processes that torchrun starts on a machine without a GPU would not know of each other; with it,
         # accelerate would overlook DeepSpeed.
         cpu=not has_device and not zero.asked(),
-        # Without a GPU accelerate finds no backend for DeepSpeed, and would take every process for the main one.
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if not has_device and zero.asked() else None,
+        kwargs_handlers=[group],
         log_with=None if g.report_to == "none" else g.report_to,
         project_dir=os.path.join(g.output_dir, "logs"),
     )
@@ -76,10 +84,21 @@ def set_threads(accelerator: Accelerator, threads: int) -> None:
 
 
 def start_trackers(args: Arguments, accelerator: Accelerator) -> None:
-    """Opens the tracker that ``--report_to`` names."""
+    """Opens the tracker that ``--report_to`` names.
+
+    Raises:
+        ConfigError: it does not start, mostly for want of a login.
+    """
     if args.run.report_to != "none":
         config = {k: v if v is not None else "" for k, v in args.to_dict().items()}
-        accelerator.init_trackers(args.algorithm.recipe, config=config)
+        try:
+            accelerator.init_trackers(args.algorithm.recipe, config=config)
+        except Exception as error:  # each tracker has errors of its own
+            accelerator.trackers = []  # ends without what has not begun
+            raise ConfigError(
+                f"--report_to {args.run.report_to} does not start ({type(error).__name__}: {reason(error)}); log in to it, or "
+                "leave --report_to out."
+            ) from error
 
 
 def check_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:

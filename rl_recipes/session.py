@@ -30,7 +30,7 @@ from rl_recipes.runs import RunError, disk_errors, write_json
 from rl_recipes.watching import Watch
 from rl_recipes.weights import ShadowWeights
 from rl_recipes.zero import ZeroOptimizer, whole
-from tpips_reward.errors import TPIPSError
+from tpips_reward.errors import TPIPSError, reason
 from tpips_reward.scenes import render, to_tensor
 from tpips_reward.stopping import Interrupted
 
@@ -80,6 +80,7 @@ class Session:
         self._restored: dict[str, Any] = {}
         self._ended: dict[str, Any] = {}  # states of what is kept, at the end of the last iteration
         self._saved = -1
+        self._untracked = False
 
     def keep(self, name: str, part: Stateful) -> None:
         """Lets checkpoints keep the state of ``part``, and gives it the state of the one that was restored.
@@ -177,11 +178,20 @@ class Session:
         self.clock.note(line["seconds"])
         run = self.job.args.run
         if run.report_to != "none":
-            self.job.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=self.iteration)
+            self.track({k: v for k, v in line.items() if isinstance(v, float)})
         left = run.max_steps - self.iteration
         self.display.iteration(line, self.clock.left_for(left, line["seconds"]) + self.clock.reserved)
         if self.iteration % run.save_steps == 0:
             self.save_checkpoint()
+
+    def track(self, values: dict[str, float]) -> None:
+        """Hands an iteration's numbers to the tracker, whose failure must not cost the run: all of them are in metrics.jsonl."""
+        try:
+            self.job.accelerator.log(values, step=self.iteration)
+        except Exception as error:  # noqa: BLE001  each tracker has errors of its own
+            if not self._untracked:
+                log.warning("The tracker failed, and training goes on without it: %s", reason(error))
+            self._untracked = True
 
     def save_checkpoint(self) -> None:
         """Takes a checkpoint of the iterations that are done, unless there is one."""

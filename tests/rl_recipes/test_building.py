@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from rl_recipes.evaluation import MEASURES
 from rl_recipes.parsing import parse_arguments
 from rl_recipes.prompts import JSONLPrompts
 from rl_recipes.rewards import Asked, AspectSource, Rewards
+from rl_recipes.session import Session
 from tpips_reward.errors import TPIPSError
 
 
@@ -102,6 +104,49 @@ class _Targets(AspectSource):
     def check_aspects(self, preserve: Any, target: Any) -> None:
         if not target:
             raise TPIPSError("it names no target")
+
+
+def test_a_tracker_that_does_not_start_is_one_sentence() -> None:
+    class Refusing:
+        def __init__(self) -> None:
+            self.trackers = ["begun by half"]
+
+        def init_trackers(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("api_key not configured\nuse wandb login")
+
+    accelerator: Any = Refusing()
+    message = r"--report_to wandb does not start \(RuntimeError: api_key not configured use wandb login\); log in"
+    with pytest.raises(ConfigError, match=message):
+        building.start_trackers(settings(report_to="wandb"), accelerator)
+    assert accelerator.trackers == [], "what has not begun is not ended"
+
+
+def test_a_tracker_that_fails_later_costs_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network")
+
+    run: Any = SimpleNamespace(job=SimpleNamespace(accelerator=SimpleNamespace(log=refuse)), iteration=1, _untracked=False)
+    for _ in range(2):
+        Session.track(run, {"reward_mean": 0.5})
+    assert [r.getMessage() for r in caplog.records] == ["The tracker failed, and training goes on without it: no network"]
+
+
+@pytest.mark.parametrize("deepspeed", [False, True])
+def test_processes_wait_longer_for_one_another_than_a_checkpoint_takes(monkeypatch: pytest.MonkeyPatch, deepspeed: bool) -> None:
+    """NCCL's default of ten minutes would end a run whose main process writes all weights."""
+    given: dict[str, Any] = {}
+
+    def accelerator(**options: Any) -> None:
+        given.update(options)
+        raise TPIPSError("far enough")
+
+    monkeypatch.setattr(building, "Accelerator", accelerator)
+    monkeypatch.setattr(building.zero, "asked", lambda: deepspeed)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(TPIPSError, match="far enough"):
+        building.build_accelerator(settings())
+    (handler,) = given["kwargs_handlers"]
+    assert handler.to_kwargs() == {"timeout": timedelta(hours=3), **({"backend": "gloo"} if deepspeed else {})}
 
 
 def test_ctrl_c_while_loading_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
