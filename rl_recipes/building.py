@@ -223,7 +223,8 @@ def build_prompts(
         """What editor, reward and judge would refuse later, when nothing could be skipped any more."""
         if len(row.images) > 1 and not editor.takes_several:
             raise EditorError(f"it has {len(row.images)} images, but this editor takes one condition image.")
-        editor.output_size([torch.empty((3, height, width), device="meta") for width, height in row.sizes])
+        for width, height in row.sizes:  # each of several condition images is brought to a size of its own
+            editor.output_size(torch.empty((3, height, width), device="meta"))
         editor.check_instruction(row.instruction)
         reward.check_aspects(row.preserve, row.target)
         try:

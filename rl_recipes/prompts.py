@@ -37,6 +37,7 @@ MIN_SIDE = 16
 _MAX_NAMED = 20
 #: Of a row of --data.
 _KEYS = ("image", "instruction", "preserve", "target")
+EXAMPLE = '{"image": "photo.jpg", "instruction": "make the car red", "preserve": ["background"], "target": ["car color"]}'
 
 
 class PromptError(TPIPSError):
@@ -178,7 +179,9 @@ class JSONLPrompts:
                 self._reject(number, str(error))
         if not self.rows:
             reasons = "; ".join(f"line {n}: {why}" for n, why in self.bad[:3]) or "it is empty"
-            raise PromptError(f"The data file {path} has no usable row ({reasons}).")
+            raise PromptError(
+                f"The data file {path} has no usable row ({reasons}); each line must be one edit, such as {EXAMPLE}"
+            )
         self._total = len(self.bad) + len(self.rows)
         if self.bad:
             log.warning("%s: %d of %d rows skipped", self.path.name, len(self.bad), self._total)

@@ -154,7 +154,13 @@ class PackedEditor(Editor):
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.pipe.scheduler.config)
         mu = self._shift(num_steps, self._num_tokens(conditions.size))
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps), device="cpu", mu=mu)
-        return scheduler.sigmas.float()
+        levels = scheduler.sigmas.float()
+        if not bool(torch.isfinite(levels).all()):  # Qwen's is stretched to its last value, which a single step is at once
+            raise EditorError(
+                f"This editor's schedule has no noise levels for {num_steps} step (they are {levels.tolist()}); give a larger "
+                "num_inference_steps."
+            )
+        return levels
 
     def _shift(self, num_steps: int, num_tokens: int) -> float:
         """mu of the dynamic shift: linear in the number of tokens, by the scheduler's config."""

@@ -95,6 +95,16 @@ def test_several_images_reach_the_editor_and_the_right_one_is_compared_with(seve
         assert tuple(fitted_source(editor, prompts[0]).shape[-2:]) == (height, width)
 
 
+def test_each_of_several_images_must_have_a_size_that_the_editor_takes(several: Path) -> None:
+    Image.new("RGB", (320, 42)).save(several.parent / "strip.png")
+    row = {"image": ["strip.png", "b.png"], "instruction": "wear it", "preserve": ["face"]}
+    several.write_text(several.read_text() + json.dumps(row))
+    args = parse_arguments(["--data", str(several)])
+    train, _, _ = build_prompts(args, tiny_plus_editor(8), Rewards("none"))
+    assert isinstance(train, JSONLPrompts) and [line for line, _ in train.bad] == [3, 4]
+    assert "42x320 pixels (height x width) is too elongated" in train.bad[1][1]
+
+
 def test_an_editor_of_one_image_refuses_rows_of_several(several: Path, editor_folder: Path) -> None:
     from rl_recipes.editors import load_editor
 

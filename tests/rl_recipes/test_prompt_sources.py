@@ -115,7 +115,7 @@ def test_a_bad_row_is_named_with_line_and_reason(name: str, bad_images: Path) ->
 def test_no_usable_row_is_an_error(folder: Path) -> None:
     with pytest.raises(PromptError, match="no usable row .*line 1: 'preserve' is an empty list"):
         JSONLPrompts(_write(folder, [_row(preserve=[])]))
-    with pytest.raises(PromptError, match="no usable row .*it is empty"):
+    with pytest.raises(PromptError, match='no usable row .*it is empty.; each line must be one edit, such as {"image"'):
         JSONLPrompts(_write(folder, []))
     with pytest.raises(PromptError, match="cannot be read"):
         JSONLPrompts(folder / "none.jsonl")

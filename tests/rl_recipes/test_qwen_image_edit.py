@@ -65,6 +65,13 @@ def test_schedule_is_the_pipelines(editor, monkeypatch):
     assert editor.sigmas(5, conditions)[-2] == pytest.approx(0.02)
 
 
+def test_a_schedule_that_one_step_cannot_have_is_refused(editor):
+    conditions = editor.encode(images(1), ["x"])
+    with pytest.raises(EditorError, match="no noise levels for 1 step .*larger num_inference_steps"):
+        editor.sigmas(1, conditions)
+    assert editor.sigmas(2, conditions).tolist() == pytest.approx([1.0, 0.02, 0.0])
+
+
 def test_source_and_instruction_reach_the_transformer(editor):
     editor.resolution = 32
     first, second = images(2)
