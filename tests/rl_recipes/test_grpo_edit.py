@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from rl_recipes import building, collecting, grpo, grpo_edit
+from rl_recipes import building, checkpoints, collecting, grpo, grpo_edit
 from rl_recipes.editors import load_editor
-from rl_recipes.evaluation import MEASURES
+from rl_recipes.evaluation import MEASURES, Evaluation
 from rl_recipes.optimizing import NonFiniteError
 from rl_recipes.runs import RunError, RunFolder
 from tpips_reward.errors import TPIPSError
@@ -125,6 +125,48 @@ def test_a_killed_run_continues_to_the_bit(
         file.write('{"iteration": 4, "cut o')
     assert grpo_edit.main(["--resume", f"--output_dir={run}"]) == 0
     _assert_same_run(run, whole_run)
+
+
+def _kill_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
+    """The process gets a SIGKILL in the number-th call, after what is called has done its work."""
+    original, calls = getattr(owner, name), []
+
+    def killing(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    monkeypatch.setattr(owner, name, killing)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "steps"),
+    [
+        (checkpoints, "_sha256", 4, ["step_000002"]),  # within the second checkpoint, before its manifest is there
+        (RunFolder, "append_metrics", 4, ["step_000002"]),  # the line is there, and no checkpoint of it
+        (Evaluation, "save", 1, []),  # the evaluation before is there, and nothing else
+    ],
+)
+def test_a_real_kill_costs_no_bit(
+    owner: Any, name: str, number: int, steps: list[str], flags: Flags, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    _kill_in(monkeypatch, owner, name, number)
+    child = os.fork()
+    if child == 0:
+        grpo_edit.main(flags(run))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    monkeypatch.undo()
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert sorted(p.name for p in run.glob("checkpoints/step_*")) == steps
+    assert grpo_edit.main(["--resume", f"--output_dir={run}"]) == 0
+    _assert_same_run(run, whole_run)
+    assert not list(run.rglob(".tmp-*"))
 
 
 def test_a_truncated_checkpoint_costs_two_iterations_and_no_bit(
