@@ -286,6 +286,7 @@ FAMILIES = {
     "Flux2Pipeline": (tiny_flux2_pipeline, tiny_flux2_editor),
     "Flux2KleinPipeline": (lambda: tiny_flux2_pipeline(klein=True), tiny_klein_editor),
     "QwenImagePipeline": (tiny_qwen_image_pipeline, tiny_qwen_image_editor),
+    "QwenImageEditPlusPipeline": (lambda: tiny_pipeline(plus=True), tiny_plus_editor),
 }
 
 
