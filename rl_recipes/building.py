@@ -166,7 +166,7 @@ def _measured(name: str, settings: RewardArguments) -> tuple[str, dict[str, str]
 def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, torch.optim.AdamW | zero.ZeroOptimizer]:
     """The editor with a fresh adapter or with all weights to be trained, and the optimizer of them.
 
-    With FSDP2 its frozen weights are shared among the processes, with DeepSpeed what its stage says.
+    With FSDP2 its weights are shared among the processes, with DeepSpeed what its stage says.
 
     Raises:
         ConfigError: options that this editor does not have.
@@ -192,15 +192,20 @@ def build_editor(args: Arguments, accelerator: Accelerator) -> tuple[Editor, tor
         raise ConfigError(f"The editor {e.editor!r} has no true_cfg_scale; leave --true_cfg_scale out.") from error
     if e.gradient_checkpointing:
         editor.transformer.enable_gradient_checkpointing()
+    sharded = sharding.is_sharded(accelerator)
     if e.train == "full":
+        if sharded:
+            sharding.shard(editor.transformer, accelerator)  # before its weights are copied for the reference
         parameters = editor.train_all()
     else:
         parameters = editor.add_lora(e.lora_rank, e.lora_alpha, generator=generator(g.seed, ADAPTER))
-    if sharding.is_sharded(accelerator):
-        sharding.shard(editor.transformer, accelerator)
+        if sharded:
+            sharding.shard(editor.transformer, accelerator)
     optimizer = torch.optim.AdamW(
         parameters, lr=g.learning_rate, betas=(g.adam_beta1, g.adam_beta2), weight_decay=g.weight_decay
     )
+    if sharded and e.train == "full":
+        sharding.keep_whole_state(optimizer)
     if zero.is_zero(accelerator):
         return editor, zero.ZeroOptimizer(editor, optimizer, accelerator, g.max_grad_norm)
     return editor, optimizer

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from rl_recipes.runs import RunError, disk_errors
+from rl_recipes.shares import gathered, put
 from tpips_reward.files import sync
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,11 @@ def save_checkpoint(
     extra: dict[str, Any],
     keep: int = 2,
     also: Callable[[Path], Any] = lambda folder: None,
+    writes: bool = True,
 ) -> Path:
     """Writes ``folder/step_000010`` with the trained weights, the optimizer, the global random states and ``extra``.
+
+    Where processes share out the weights all must call it, for the whole is gathered in the one that writes.
 
     Args:
         folder: the run's ``checkpoints`` folder.
@@ -58,11 +62,17 @@ def save_checkpoint(
         keep: so many are left once the new one is there, itself included: older ones are removed, and those of later
             iterations.
         also: writes further files into the folder that it is given.
+        writes: whether this is the process that writes.
 
     Raises:
         RunError: when the disk refuses; earlier checkpoints are untouched then.
     """
     final = folder / f"step_{iteration:06d}"
+    # Before anything can go wrong with the disk, for others would wait.
+    weights = gathered({k: p.detach() for k, p in trainable(module).items()})
+    moments = optimizer.state_dict()
+    if not writes:
+        return final
     with disk_errors(final):
         folder.mkdir(parents=True, exist_ok=True)
         # What a kill has left is of no use to anybody; its name may come again, for process numbers do.
@@ -71,17 +81,16 @@ def save_checkpoint(
         work = Path(tempfile.mkdtemp(dir=folder, prefix=".tmp-"))
         try:
             work.chmod(0o755)
-            weights = {k: p.detach().cpu().contiguous() for k, p in trainable(module).items()}
             state = {
                 "iteration": iteration,
-                "optimizer": optimizer.state_dict(),
+                "optimizer": moments,
                 "random": _random_state(),
                 "extra": extra,
             }
             buffer = io.BytesIO()
             torch.save(state, buffer)
             # Through Python's own files, whose errors say what is wrong with the disk.
-            (work / _WEIGHTS).write_bytes(save(weights))
+            (work / _WEIGHTS).write_bytes(save({k: w.cpu().contiguous() for k, w in weights.items()}))
             (work / _STATE).write_bytes(buffer.getbuffer())
             also(work)
             _write_manifest(work, iteration)
@@ -135,9 +144,8 @@ def load_checkpoint(path: Path, module: torch.nn.Module, optimizer: Any) -> tupl
     parameters = trainable(module)
     if {k: tuple(v.shape) for k, v in weights.items()} != {k: tuple(v.shape) for k, v in parameters.items()}:
         raise RunError(f"The checkpoint {path} belongs to another editor or adapter; give that one's settings.")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    for name, parameter in parameters.items():
+        put(parameter, weights[name])
     optimizer.load_state_dict(moments)
     _set_random_state(randomness)
     return int(iteration), extra

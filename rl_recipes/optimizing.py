@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from rl_recipes.config import RunArguments
 from rl_recipes.job import Iteration, Job
 from rl_recipes.runs import RunError
+from rl_recipes.shares import are_shared
 from rl_recipes.zero import ZeroOptimizer
 
 
@@ -48,7 +50,7 @@ def take_step(job: Job, step: Iteration, losses: Sequence[float]) -> float:
             _check_finite(step, norm, losses)
         else:
             average_gradients(parameters, job.accelerator)
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, job.args.run.max_grad_norm))
+            norm = _number(torch.nn.utils.clip_grad_norm_(parameters, job.args.run.max_grad_norm))
             _check_finite(step, norm, losses)
             job.weights_are_between = True
             job.optimizer.step()
@@ -56,6 +58,10 @@ def take_step(job: Job, step: Iteration, losses: Sequence[float]) -> float:
         if job.average is not None:
             job.average.update()
     return norm
+
+
+def _number(norm: torch.Tensor) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _check_finite(step: Iteration, norm: float, losses: Sequence[float]) -> None:
@@ -67,8 +73,11 @@ def _check_finite(step: Iteration, norm: float, losses: Sequence[float]) -> None
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter], accelerator: Accelerator) -> None:
-    """Averages gradients over the processes; an adapter is small enough for one message after the backward pass."""
-    if accelerator.num_processes == 1:
+    """Averages gradients over the processes; an adapter is small enough for one message after the backward pass.
+
+    Those of weights that FSDP2 shares out are averages already.
+    """
+    if accelerator.num_processes == 1 or are_shared(parameters):
         return
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
     flat = accelerator.reduce(flat, reduction="mean")

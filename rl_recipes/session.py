@@ -27,6 +27,7 @@ from rl_recipes.prompts import PromptSource
 from rl_recipes.reporting import edit_rows, summarise_rows
 from rl_recipes.rewards import Rewards
 from rl_recipes.runs import RunError, disk_errors, write_json
+from rl_recipes.shares import are_shared
 from rl_recipes.watching import Watch
 from rl_recipes.weights import ShadowWeights
 from rl_recipes.zero import ZeroOptimizer, whole
@@ -198,9 +199,13 @@ class Session:
         if self._saved == self.iteration:
             return
         with whole(self.job.optimizer, moments=True):
-            if self.job.accelerator.is_main_process:
+            if self.job.accelerator.is_main_process or self._shares_weights():
                 self._write_checkpoint()
         self._saved = self.iteration
+
+    def _shares_weights(self) -> bool:
+        """Whether no process has the trained weights whole, so that all of them have to take part where they are written."""
+        return are_shared(self.job.editor.lora_parameters())
 
     def _write_checkpoint(self) -> None:
         job = self.job
@@ -215,8 +220,9 @@ class Session:
         also = self._save_adapter if job.args.editor.train == "lora" else lambda folder: None
         limit = job.args.run.save_total_limit
         save_checkpoint(
-            job.folder.checkpoints, self.iteration, job.editor.transformer, job.optimizer, extra, limit, also
-        )
+            job.folder.checkpoints, self.iteration, job.editor.transformer, job.optimizer, extra, limit, also,
+            writes=job.accelerator.is_main_process,
+        )  # fmt: skip
 
     def _save_adapter(self, folder: Path) -> None:
         with self._final_weights():
@@ -249,7 +255,7 @@ class Session:
         """
         if self.job.weights_are_between or self.iteration == 0:
             return
-        if isinstance(self.job.optimizer, ZeroOptimizer) and not agreed:
+        if (isinstance(self.job.optimizer, ZeroOptimizer) or self._shares_weights()) and not agreed:
             return
         try:
             self.save_checkpoint()
@@ -307,7 +313,7 @@ class Session:
         # Each process finds broken photographs among those that it draws.
         bad = sorted(set(gather_object(list(getattr(self.held_out, "bad", [])))))
         with whole(job.optimizer), disk_errors(path / "adapter"):
-            if job.accelerator.is_main_process:
+            if job.accelerator.is_main_process or self._shares_weights():
                 self._save_adapter(path / "adapter")
         if not job.accelerator.is_main_process:
             return

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from rl_recipes.algorithms.nft import follow
+from rl_recipes.shares import gathered, own, put
 from rl_recipes.swapping import swapped
 from tpips_reward.errors import TPIPSError
 
@@ -27,7 +27,7 @@ class ShadowWeights:
 
     def follow(self, decay: float) -> None:
         """shadow <- decay shadow + (1 - decay) weights; with decay 0 the same bits."""
-        follow(self.tensors, [p.detach() for p in self._parameters], decay)
+        follow([own(t) for t in self.tensors], [own(p.detach()) for p in self._parameters], decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -36,8 +36,8 @@ class ShadowWeights:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """CPU copies of the tensors, for a checkpoint."""
-        return {"tensors": [t.cpu().clone() for t in self.tensors]}
+        """CPU copies of the tensors, for a checkpoint; shared ones whole, for which all processes must ask."""
+        return {"tensors": [gathered(t).cpu().clone() for t in self.tensors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave, to the bit.
@@ -48,9 +48,8 @@ class ShadowWeights:
         saved = state.get("tensors", [])
         if [t.shape for t in saved] != [t.shape for t in self.tensors]:
             raise TPIPSError("The checkpoint's second set of weights is of another editor or adapter; start anew.")
-        with torch.no_grad():
-            for mine, theirs in zip(self.tensors, saved, strict=True):
-                mine.copy_(theirs)
+        for mine, theirs in zip(self.tensors, saved, strict=True):
+            put(mine, theirs)
 
 
 class MovingAverage(ShadowWeights):

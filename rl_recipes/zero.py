@@ -66,7 +66,7 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
         without = "give --ema_decay 0, or " if name == "--ema_decay" else ""
         raise ConfigError(
             f"{name} keeps a second set of the trained weights, which ZeRO-3 shares out; {without}launch with "
-            "rl_recipes/accelerate/zero2.yaml."
+            "rl_recipes/accelerate/zero2.yaml or fsdp2.yaml."
         )
 
 

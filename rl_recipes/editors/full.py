@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from rl_recipes.editors import lora
 from rl_recipes.editors.errors import EditorError
+from rl_recipes.shares import gathered
 from rl_recipes.swapping import swapped
 from tpips_reward.files import make_readable
 
@@ -55,15 +58,36 @@ class FullWeights:
             yield
 
     def save(self, folder: Path) -> Path:
-        """Write `folder`/transformer as diffusers does; `from_pretrained` of the transformer's class takes it."""
+        """Write `folder`/transformer as diffusers does; `from_pretrained` of the transformer's class takes it.
+
+        Where processes share out the weights all must call it, and the main one writes.
+        """
         target = folder / FOLDER
+        whole = _whole(self.transformer)
+        if whole is None:
+            return target
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".full-") as scratch:
-            self.transformer.save_pretrained(scratch, safe_serialization=True)
+            whole.save_pretrained(scratch, safe_serialization=True)
             for path in sorted(Path(scratch).iterdir()):
                 make_readable(path)
                 os.replace(path, target / path.name)
         return target
+
+
+def _whole(transformer: Any) -> Any:
+    """The transformer as it was before FSDP2, with its weights in the main process; None in the others."""
+    classes: tuple[Any, ...] = type(transformer).__mro__
+    if FSDPModule not in classes:
+        return transformer
+    weights = gathered(transformer.state_dict())
+    if torch.distributed.get_rank() != 0:
+        return None
+    kind = next(kind for kind in classes if not issubclass(kind, FSDPModule))
+    with init_empty_weights():
+        whole = kind.from_config(transformer.config)
+    whole.load_state_dict(weights, assign=True)
+    return whole
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rl_recipes import sharding
 from rl_recipes.config import ConfigError
@@ -73,7 +75,6 @@ def test_processes_find_the_stage_of_zero(stage: int, monkeypatch: pytest.Monkey
     ("launch", "flags", "message"),
     [
         ({"is_fsdp2": False}, [], "must be of version 2"),
-        ({}, ["--train", "full"], "--train full has none"),
         ({}, ["--data", __file__], "photographs of several sizes.* give --samples_per_batch 1"),
         ({}, ["--attention_backend", "flash"], "'flash' is called once for each length .* give --samples_per_batch 1"),
     ],
@@ -94,6 +95,24 @@ def test_processes_that_share_weights_call_the_transformer_together(kind: str, s
     plugin = SimpleNamespace(zero_stage=stage)
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_plugin=plugin)
     assert sharding.calls_together(accelerator) == together
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_weights_that_all_train_are_whole_for_their_own_call_alone(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, **options: asked.append(options))
+    transformer = torch.nn.Linear(2, 2).requires_grad_(False)
+    transformer._no_split_modules = ["Linear"]  # type: ignore[assignment]
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision=precision)
+    sharding.shard(transformer, accelerator)
+    policies = [options.get("mp_policy") for options in asked]
+    assert len(asked) == 2 and all(options["reshard_after_forward"] is True for options in asked)
+    in_bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    assert policies == ([in_bfloat16] * 2 if precision == "bf16" else [None] * 2)
+    transformer.bias.requires_grad_(True)  # beside frozen weights something else trains
+    sharding.shard(transformer, accelerator)
+    assert asked[-1]["ignored_params"] == {transformer.bias} and "mp_policy" not in asked[-1]
 
 
 TWO_PROCESSES = """
