@@ -216,13 +216,10 @@ def build_prompts(
 ) -> tuple[PromptSource, PromptSource, int]:
     """Prompts to train on, prompts to evaluate on, and how many of the latter there are.
 
-    A user's own edits serve both: their rows in order for the evaluation.
+    A user's own edits serve both, their rows in order for the evaluation, unless --eval_data brings others. A row of
+    --eval_data that is a row of --data too is a bad row.
     """
-    g = args.run
-    if g.data is None:
-        size = editor.resolution
-        train = ProceduralPrompts(g.seed, "train", size, count=g.train_prompts)
-        return train, ProceduralPrompts(g.eval_seed, "test", size), g.eval_samples
+    g, size = args.run, editor.resolution
 
     def check(row: Row) -> None:
         """What editor, reward and judge would refuse later, when nothing could be skipped any more."""
@@ -238,20 +235,40 @@ def build_prompts(
         except TPIPSError as error:
             raise ConfigError(f"--judge cannot answer for it: {error}") from error
 
-    if g.stop_on_hack and judge is None:
-        log.warning(
-            "--stop_on_hack has no --judge: of photographs no truth is known, and training ends at copies, images that are none "
-            "and lost edges alone"
-        )
-    rows = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
-    aimless = sum(not row.target for row in rows.rows)
-    if aimless:
-        log.warning(
-            "%d of %d rows name no target aspects: there, leaving the photograph as it is scores best",
-            aimless,
-            len(rows),
-        )
-    return rows, rows.in_file_order(), min(g.eval_samples, len(rows))
+    train: PromptSource = ProceduralPrompts(g.seed, "train", size, count=g.train_prompts)
+    held_out: PromptSource = ProceduralPrompts(g.eval_seed, "test", size)
+    if g.data is not None:
+        if g.stop_on_hack and judge is None:
+            log.warning(
+                "--stop_on_hack has no --judge: of photographs no truth is known, and training ends at copies, images that are none "
+                "and lost edges alone"
+            )
+        train = rows = JSONLPrompts(g.data, g.on_bad_row, g.seed, check)
+        held_out = rows.in_file_order()
+        aimless = sum(not row.target for row in rows.rows)
+        if aimless:
+            log.warning(
+                "%d of %d rows name no target aspects: there, leaving the photograph as it is scores best",
+                aimless,
+                len(rows),
+            )
+    if g.eval_data is not None:
+        trained = {_asks(row): row.line for row in train.rows} if isinstance(train, JSONLPrompts) else {}
+
+        def check_other(row: Row) -> None:
+            """The same, and that it is not trained on."""
+            if _asks(row) in trained:
+                raise ConfigError(f"it is line {trained[_asks(row)]} of --data too, which is trained on.")
+            check(row)
+
+        held_out = JSONLPrompts(g.eval_data, g.on_bad_row, None, check_other)
+    count = g.eval_samples if held_out.period is None else min(g.eval_samples, held_out.period)
+    return train, held_out, count
+
+
+def _asks(row: Row) -> tuple[object, ...]:
+    """What tells one edit from another: the photographs, wherever they are named from, and the instruction."""
+    return *(path.resolve() for path in row.images), row.instruction
 
 
 def _metric(args: Arguments) -> str | None:

@@ -103,7 +103,7 @@ class RunArguments:
 
     data: str | None = _setting(None, "A JSONL file of your own edits; left out: procedural edits.")
     on_bad_row: Literal["skip", "error"] = _setting(
-        "skip", "Bad rows of --data are named and skipped, or stop the run."
+        "skip", "Bad rows of --data and --eval_data are named and skipped, or stop the run."
     )
 
     skip_saturated: bool = _setting(
@@ -140,8 +140,19 @@ class RunArguments:
     seed: int = _setting(0, "Seed of prompts, noise and the adapter's initial weights.")
     threads: int = _setting(0, "CPU threads of a process; 0: all cores shared by the processes.")
 
-    eval_samples: int = _setting(256, "Held-out edits for the evaluation before and after; 0: no evaluation.")
-    eval_seed: int = _setting(20_000, "Seed of the held-out edits and of their noise, the same for all runs.")
+    eval_data: str | None = _setting(
+        None, "A JSONL file of edits to evaluate on, as --data but other rows; left out: procedural edits, or those of --data."
+    )
+    eval_samples: int = _setting(
+        256,
+        "Held-out edits for the evaluation before and after; 0: no evaluation. With --data and without --eval_data they are "
+        "the first rows of --data, which are trained on.",
+    )
+    eval_seed: int = _setting(
+        20_000,
+        "Seed of the held-out procedural edits and of the evaluation's noise, the same for all runs. With --data and without "
+        "--eval_data the noise alone: the rows are those that are trained on.",
+    )
     sample_grids: int = _setting(24, "So many of them are drawn source | before | after.")
 
     output_dir: str = _setting("runs/grpo_edit", "Where everything goes.")
@@ -348,6 +359,10 @@ class Arguments:
         if self.run.ema_decay is not None:
             return self.run.ema_decay
         return LORA_EMA_DECAY if self.editor.train == "lora" else 0.0
+
+    def held_out(self) -> bool:
+        """Whether the edits of the evaluation are others than those that are trained on."""
+        return self.run.data is None or self.run.eval_data is not None
 
     def time_limit(self) -> float:
         """Seconds that the whole run may take; infinite when there is no limit."""

@@ -249,6 +249,13 @@ def _check_ranges(args: Arguments) -> None:
         raise ConfigError("--overwrite and --resume contradict each other; give one of them.")
     if run.data is not None and not os.path.isfile(run.data):
         raise ConfigError(f"--data {run.data} is no file; give a JSONL file with one edit a line.")
+    if run.eval_data is not None and not os.path.isfile(run.eval_data):
+        raise ConfigError(f"--eval_data {run.eval_data} is no file; give a JSONL file with one edit a line.")
+    if run.data is not None and run.eval_data is not None and os.path.samefile(run.data, run.eval_data):
+        raise ConfigError(
+            f"--eval_data {run.eval_data} is the file of --data, whose rows are trained on; give a file of other edits, or "
+            "leave --eval_data out."
+        )
     if run.skip_saturated and run.data is None and not run.train_prompts:
         raise ConfigError("--skip_saturated needs prompts that come again: give --data or --train_prompts.")
     if run.push_to_hub and not run.hub_model_id:

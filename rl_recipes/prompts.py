@@ -167,7 +167,7 @@ class JSONLPrompts:
         try:
             content = self.path.read_bytes()
         except OSError as error:
-            raise PromptError(f"The data file {path} cannot be read ({error.strerror}); check --data.") from error
+            raise PromptError(f"The data file {path} cannot be read ({error.strerror}); check its name and rights.") from error
         for number, line in enumerate(content.split(b"\n"), 1):
             if not line.strip():
                 continue

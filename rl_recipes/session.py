@@ -23,7 +23,7 @@ from rl_recipes.evaluation import Evaluation, compare, comparison_table, evaluat
 from rl_recipes.job import Iteration, Job, any_process
 from rl_recipes.plots import save_curves, save_sample_grids
 from rl_recipes.progress import Clock, Display, PhaseTimer
-from rl_recipes.prompts import PromptSource
+from rl_recipes.prompts import JSONLPrompts, PromptSource
 from rl_recipes.reporting import edit_rows, summarise_rows
 from rl_recipes.rewards import Rewards
 from rl_recipes.runs import RunError, disk_errors, write_json
@@ -114,8 +114,9 @@ class Session:
                 self._load(name, part)
             if extra["data"] != self._data():
                 raise RunError(
-                    f"{run.data} or one of its images has changed since the checkpoint, and the run would not "
-                    "be the same; put the old files back, or start anew in another --output_dir."
+                    f"{' or '.join(filter(None, (run.data, run.eval_data)))}, or one of their images, has changed since the "
+                    "checkpoint, and the run would not be the same; put the old files back, or start anew in another "
+                    "--output_dir."
                 )
             if extra["threads"] != torch.get_num_threads():
                 log.warning(
@@ -244,8 +245,14 @@ class Session:
         )
 
     def _data(self) -> str:
-        """The fingerprint of the user's data; empty for procedural edits."""
-        return getattr(self.held_out, "fingerprint", "")
+        """The fingerprints of the user's files; empty for procedural edits."""
+        found = [getattr(source, "fingerprint", "") for source in (self.queue.source, self.held_out)]
+        return " ".join(dict.fromkeys(filter(None, found)))
+
+    def _bad_rows(self) -> list[tuple[str, int, str]]:
+        """(file, line, reason) of each row of the user's files that this process has skipped."""
+        files = [source for source in (self.queue.source, self.held_out) if isinstance(source, JSONLPrompts)]
+        return [(str(source.path), line, reason) for source in files for line, reason in source.bad]
 
     def save_after_error(self, agreed: bool = False) -> None:
         """Keeps what is done when a run stops early; never hides the error that stopped it.
@@ -311,7 +318,7 @@ class Session:
         job = self.job
         path = job.folder.path
         # Each process finds broken photographs among those that it draws.
-        bad = sorted(set(gather_object(list(getattr(self.held_out, "bad", [])))))
+        bad = sorted(set(gather_object(self._bad_rows())))
         with whole(job.optimizer), disk_errors(path / "adapter"):
             if job.accelerator.is_main_process or self._shares_weights():
                 self._save_adapter(path / "adapter")
@@ -335,18 +342,18 @@ class Session:
             "difference": compare(before, after),
             "by_kind": {"before": before.by_kind(), "after": after.by_kind()},
             "evaluated": len(after.rows),
-            "held_out": job.args.run.data is None,
+            "held_out": job.args.held_out(),
             "iterations": self.iteration,
             "seconds": self.clock.elapsed(),
             "warnings": warnings,
             "saturated": sorted(self.queue.saturated()) if job.args.run.skip_saturated else [],
-            "bad_rows": [{"line": line, "reason": reason} for line, reason in bad],
+            "bad_rows": [{"file": file, "line": line, "reason": reason} for file, line, reason in bad],
             **describe(job),
         }
         write_json(path / "summary.json", summary)
         html_report.write(path / "report.html", summary, job.args.to_dict(), before, after, lines, grids)
         if after.rows:
-            title = "held-out edits" if job.args.run.data is None else "edits of --data, which were trained on"
+            title = "held-out edits" if job.args.held_out() else "edits of --data, which were trained on"
             self.display.say(comparison_table(before, after, title))
         for warning in warnings:
             self.display.say(f"Look at the grids: {warning}", style="yellow")

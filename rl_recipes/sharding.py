@@ -55,7 +55,7 @@ def check_calls(args: Arguments) -> None:
     """
     if args.run.samples_per_batch == 1:
         return
-    if args.run.data is not None:
+    if args.run.data is not None or args.run.eval_data is not None:
         raise ConfigError(
             "With FSDP2 or DeepSpeed all processes must call the transformer equally often, but photographs of several sizes "
             "make batches of several lengths; give --samples_per_batch 1."

@@ -41,7 +41,10 @@ def test_photographs_of_several_sizes(
     flags: Callable[..., list[str]], edits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    others = [(4, "found broken by another process"), (2, f"the image {edits.parent / 'missing.jpg'} does not exist.")]
+    others = [
+        (str(edits), 4, "found broken by another process"),
+        (str(edits), 2, f"the image {edits.parent / 'missing.jpg'} does not exist."),
+    ]
     monkeypatch.setattr(session, "gather_object", lambda own: own + others)
     assert grpo_edit.main(flags(run, data=edits, max_steps=2, resolution=48, eval_samples=10, sample_grids=9)) == 0
     summary = json.loads((run / "summary.json").read_text())
@@ -55,6 +58,37 @@ def test_photographs_of_several_sizes(
     assert all(line["ratio_max_deviation"] == 0.0 and line["grad_norm"] > 0 for line in lines)
     with Image.open(run / "samples" / "grid_00.png") as grid:
         assert grid.width == 8 + 3 * 168, "source, before and after; no ideal is known"
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own edits", "procedural edits"])
+def test_a_run_is_evaluated_on_a_file_of_other_edits(
+    own: bool, flags: Callable[..., list[str]], edits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = edits.read_text().splitlines()
+    train, test = edits.parent / "train.jsonl", edits.parent / "test.jsonl"
+    train.write_text("\n".join(lines[:3]))  # one photograph, the missing one, and another
+    test.write_text("\n".join([lines[3], lines[1], lines[0], lines[4]]))
+    run, data = tmp_path / "run", {"data": train} if own else {}
+    assert grpo_edit.main(flags(run, **data, eval_data=test, max_steps=2, eval_samples=2, sample_grids=9, save_steps=1)) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["held_out"] and summary["evaluated"] == 2, "no more than --eval_samples"
+    rows = json.loads((run / "before.json").read_text())["rows"]
+    asked = ["make the fur black", "make it night"] if own else ["make the fur black", "make the suit green"]
+    assert [row["instruction"] for row in rows] == asked
+    bad = [(Path(row["file"]).name, row["line"]) for row in summary["bad_rows"]]
+    assert bad == ([("test.jsonl", 2), ("test.jsonl", 3), ("train.jsonl", 2)] if own else [("test.jsonl", 2)])
+    if own:
+        assert summary["bad_rows"][1]["reason"] == "it is line 1 of --data too, which is trained on."
+    shown = capsys.readouterr().out
+    assert "2 held-out edits" in shown and "trained on" not in shown
+    assert "2 held-out edits" in (run / "report.html").read_text()
+    for changed in [*data.values(), test]:
+        kept = changed.read_text()
+        changed.write_text(kept + "\n")
+        assert grpo_edit.main(["--resume", f"--output_dir={run}", "--max_steps=3"]) == 2
+        error = capsys.readouterr().err
+        assert f"{f'{train} or ' if own else ''}{test}, or one of their images, has changed since the checkpoint" in error
+        changed.write_text(kept)
 
 
 def test_aspect_ratios_are_kept(edits: Path, editor_folder: Path) -> None:

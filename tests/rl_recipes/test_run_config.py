@@ -74,6 +74,8 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
     assert (args.algorithm.eta, args.run.max_steps, args.run.resume) == (0.31, 9, True)
     with pytest.raises(ConfigError, match=r"eta = 0\.31, but 0\.5 was given"):
         parse_arguments(["--resume", "--output_dir", str(tmp_path), "--eta", "0.5"])
+    with pytest.raises(ConfigError, match="eval_data = None, but .* was given"):
+        parse_arguments(["--resume", "--output_dir", str(tmp_path), "--eval_data", __file__])
     with pytest.raises(ConfigError, match="Nothing to resume"):
         parse_arguments(["--resume", "--output_dir", str(tmp_path / "other")])
 
@@ -100,6 +102,8 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--overwrite", "--resume", "--output_dir", "{run}"], "contradict"),
         (["--preset", "huge"], "no preset 'huge'; there are .*qwen_image_edit"),
         (["--data", "missing.jsonl"], r"--data missing\.jsonl is no file"),
+        (["--eval_data", "missing.jsonl"], r"--eval_data missing\.jsonl is no file"),
+        (["--data", "{run}/config.yaml", "--eval_data", "{run}/../{run.name}/config.yaml"], "is the file of --data, whose rows are"),
         (["--config", "missing.yaml"], r"missing\.yaml cannot be read"),
         (["--config"], "needs a file name"),
         (["--editor", " "], "editor is empty"),
@@ -111,6 +115,14 @@ def test_bad_flags_are_named(argv: list[str], message: str, tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parse_arguments([]).to_dict()))
     with pytest.raises(ConfigError, match=message):
         parse_arguments([arg.format(run=tmp_path) for arg in argv])
+
+
+def test_help_says_that_own_edits_are_evaluated_on_what_was_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("With --data and without --eval_data") == 2
+    assert "the first rows of --data, which are trained on" in text and "the rows are those that are trained on" in text
 
 
 @pytest.mark.parametrize(

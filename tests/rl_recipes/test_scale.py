@@ -76,6 +76,7 @@ def test_processes_find_the_stage_of_zero(stage: int, monkeypatch: pytest.Monkey
     [
         ({"is_fsdp2": False}, [], "must be of version 2"),
         ({}, ["--data", __file__], "photographs of several sizes.* give --samples_per_batch 1"),
+        ({}, ["--eval_data", __file__], "photographs of several sizes.* give --samples_per_batch 1"),
         ({}, ["--attention_backend", "flash"], "'flash' is called once for each length .* give --samples_per_batch 1"),
     ],
 )
