@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from rich import markup
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from rl_recipes.algorithms.hacks import copies
 from rl_recipes.collecting import decode, encode, fitted_source, same_size_batches, score
 from rl_recipes.job import Job, any_process
 from rl_recipes.prompts import Prompt, PromptSource
+from rl_recipes.reporting import KNOWN
 from rl_recipes.rollout import rollout
 from rl_recipes.runs import RunError, write_atomic, write_json
 from rl_recipes.seeds import EVALUATION, generator
@@ -33,6 +35,8 @@ MEASURES: dict[str, int] = {
 }  # fmt: skip
 #: What a row has beside them.
 _ABOUT = ("key", "kind", "instruction", "aspects")
+#: Before the name of each reward of several, as in ``metrics.jsonl``; they are measures too, higher is better.
+_PART = "reward/"
 _BOOTSTRAP = 2000
 #: With fewer pairs a resampled mean says nothing about the spread, and there is no standard error.
 MIN_PAIRS = 8
@@ -46,7 +50,8 @@ class Evaluation:
 
     Attributes:
         rows: a dict an edit: ``key``, ``kind``, ``instruction``, ``aspects`` (its similarities and changes by aspect), and
-            every name of :data:`MEASURES`, None where it cannot be known (edits of photographs have no ideal).
+            every name of :data:`MEASURES`, None where it cannot be known (edits of photographs have no ideal). ``reward``
+            is the weighted sum that is trained on; of several rewards each is there too, not weighted, as ``reward/name``.
         images: the first edits, (3, H, W) float in [0, 1], for the grids.
         seconds: what the evaluation took.
     """
@@ -57,7 +62,7 @@ class Evaluation:
 
     def means(self) -> dict[str, float | None]:
         """The mean of each measure over the edits for which it is known."""
-        return {name: _mean([row[name] for row in self.rows]) for name in MEASURES}
+        return {name: _mean([row.get(name) for row in self.rows]) for name in measures(self)}
 
     def images_by_key(self) -> dict[str, torch.Tensor]:
         """The first edited images by the key of their row."""
@@ -92,11 +97,17 @@ class Evaluation:
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             rows, seconds = kept["rows"], float(kept["seconds"])
-            if any(row.keys() != {*_ABOUT, *MEASURES} for row in rows):
+            if any({name for name in row if not name.startswith(_PART)} != {*_ABOUT, *MEASURES} for row in rows):
                 raise KeyError("a row has other measures")
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{path} is damaged, or of another version ({error}); {remedy}.") from error
         return cls(rows, [images[name] for name in sorted(images)], seconds)
+
+
+def measures(*evaluations: Evaluation) -> dict[str, int]:
+    """The measures of some evaluations, each with the direction that is better: :data:`MEASURES`, and the parts of a reward."""
+    parts = {name: 1 for evaluation in evaluations for row in evaluation.rows for name in row if name.startswith(_PART)}
+    return {"reward": 1, **parts, **MEASURES}
 
 
 @torch.no_grad()
@@ -160,6 +171,8 @@ def evaluate(
                 "preserve": _known(out.terms.get("preserve", nothing)[i]),
                 "target": _known(out.terms.get("change", nothing)[i]),
             }
+            if len(job.reward.weights) > 1:
+                row |= {_PART + part: _known(values[i]) for part, values in out.parts.items()}
             row |= _measure(prompt, edits[i], sources[i])
             found.append((index, row, edits[i].cpu() if index < run.sample_grids else None))
         progress(len(found))
@@ -179,8 +192,8 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float 
     # By key: a photograph that went missing between the two has no partner.
     earlier = {row["key"]: row for row in before.rows}
     both = [(earlier[row["key"]], row) for row in after.rows if row["key"] in earlier]
-    for name in MEASURES:
-        pairs = [(b[name], a[name]) for b, a in both]
+    for name in measures(before, after):
+        pairs = [(b.get(name), a.get(name)) for b, a in both]
         values = np.array([(b, a) for b, a in pairs if b is not None and a is not None], dtype=np.float64).reshape(
             -1, 2
         )
@@ -192,7 +205,7 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float 
         out[name] = {
             "difference": float(differences.mean()),
             **_spread(differences),
-            "relative": float(differences.mean() / start) if start else None,
+            "relative": float(differences.mean() / abs(start)) if start else None,  # a reward may be below 0
         }
     return out
 
@@ -210,7 +223,7 @@ def setbacks(before: Evaluation, after: Evaluation) -> list[str]:
     """What got worse beyond two standard errors, in words: a reward can rise while the edits do not get better."""
     means_before, means_after, differences = before.means(), after.means(), compare(before, after)
     out = []
-    for name, direction in MEASURES.items():
+    for name, direction in measures(before, after).items():
         difference, error = differences[name]["difference"], differences[name]["standard_error"]
         if difference is not None and error is not None and -direction * difference > 2 * error:
             out.append(f"{name} went from {means_before[name]:.4f} to {means_after[name]:.4f}")
@@ -223,12 +236,12 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
     for name in ("", "before", "after", "difference", "± s.e."):
         table.add_column(name, justify="left" if not name else "right")
     means_before, means_after, differences = before.means(), after.means(), compare(before, after)
-    for name, direction in MEASURES.items():
-        b, a, d = means_before[name], means_after[name], differences[name]
+    for name, direction in measures(before, after).items():
+        b, a, d = means_before.get(name), means_after.get(name), differences[name]
         if b is None and a is None:  # photographs have no known ideal to measure against
             continue
         if b is None or a is None or d["difference"] is None:
-            table.add_row(name, "–", "–", "–", "–")
+            table.add_row(markup.escape(name), "–", "–", "–", "–")
             continue
         error = d["standard_error"]
         clear = error is not None and abs(d["difference"]) > 2 * error
@@ -236,7 +249,7 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
         relative = f" ({100 * d['relative']:+.0f} %)" if d["relative"] is not None else ""
         arrow = "↑" if direction > 0 else "↓"
         table.add_row(
-            f"{name} {arrow}",
+            f"{markup.escape(name)} {arrow}",  # a reward's options stand in brackets
             f"{b:.4f}",
             f"{a:.4f}",
             f"{d['difference']:+.4f}{relative}",
@@ -248,8 +261,7 @@ def comparison_table(before: Evaluation, after: Evaluation, what: str) -> Table:
 
 def _measure(prompt: Prompt, edit: torch.Tensor, source: torch.Tensor) -> dict[str, float | None]:
     if prompt.edit is None:
-        unknown = dict.fromkeys(MEASURES.keys() - {"reward", "preserve", "target"})
-        return {**unknown, "copy_rate": float(copies([edit], [source])[0])}
+        return {**dict.fromkeys(KNOWN), "copy_rate": float(copies([edit], [source])[0])}
     measures = measure_edit(prompt.edit, edit)
     return {
         "edit_success": float(measures.success),

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_recipes.evaluation import MEASURES, Evaluation
+from rl_recipes.evaluation import Evaluation, measures
 from rl_recipes.runs import write_atomic
 
+#: So many bad rows are listed.
+_MAX_BAD = 5
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 76rem; margin: 2rem auto;
        padding: 0 1rem; }
@@ -33,7 +35,7 @@ def write(
     lines: Sequence[dict[str, Any]],
     grids: Sequence[Path],
 ) -> None:
-    """Writes the page: measures, warnings, curves, grids, scores by aspect, settings.
+    """Writes the page: measures, warnings, bad rows, curves, grids, scores by aspect, settings.
 
     Args:
         summary: content of ``summary.json``.
@@ -52,8 +54,9 @@ def write(
         f"<h1>{escape(title)}</h1>",
         f"<p>{ran}; {summary['evaluated']} {edits}, with the same noise before and after.</p>",
         *(f'<p class="warning">{escape(warning)}</p>' for warning in summary["warnings"]),
+        *_bad_rows(summary["bad_rows"]),
         "<h2>Before and after</h2>",
-        _measures(summary),
+        _measures(summary, measures(before, after)),
         "<h2>Training</h2>",
         _image(curves, "curves of the training") if lines and curves.is_file() else "<p>No iterations.</p>",
         "<h2>Scores by aspect</h2>",
@@ -73,10 +76,10 @@ def write(
     write_atomic(path, lambda p: p.write_text(page, encoding="utf-8"))
 
 
-def _measures(summary: dict[str, Any]) -> str:
+def _measures(summary: dict[str, Any], directions: dict[str, int]) -> str:
     rows = []
-    for name, direction in MEASURES.items():
-        b, a, d = summary["before"][name], summary["after"][name], summary["difference"][name]
+    for name, direction in directions.items():
+        b, a, d = summary["before"].get(name), summary["after"].get(name), summary["difference"][name]
         if b is None or a is None or d["difference"] is None:
             continue
         error = d["standard_error"]
@@ -84,10 +87,20 @@ def _measures(summary: dict[str, Any]) -> str:
         if error is not None and abs(d["difference"]) > 2 * error:
             change = f'<span class="{"better" if d["difference"] * direction > 0 else "worse"}">{change}</span>'
         interval = "" if error is None else f"{d['low']:+.4f} to {d['high']:+.4f}"
-        rows.append([f"{name} {'↑' if direction > 0 else '↓'}", f"{b:.4f}", f"{a:.4f}", change, interval])
+        rows.append([f"{escape(name)} {'↑' if direction > 0 else '↓'}", f"{b:.4f}", f"{a:.4f}", change, interval])
     if not rows:
         return "<p>Nothing was evaluated.</p>"
     return _table(("measure", "before", "after", "difference", "95 % interval"), rows)
+
+
+def _bad_rows(bad: Sequence[dict[str, Any]]) -> list[str]:
+    """What was skipped of the user's files; nothing where nothing was."""
+    if not bad:
+        return []
+    said = f"{len(bad)} bad {'row was' if len(bad) == 1 else 'rows were'} skipped"
+    said += f"; the first {_MAX_BAD}, all are in summary.json:" if len(bad) > _MAX_BAD else ":"
+    rows = [[escape(row["file"]), str(row["line"]), escape(row["reason"])] for row in bad[:_MAX_BAD]]
+    return [f'<p class="warning">{said}</p>', _table(("file", "line", "reason"), rows)]
 
 
 def _aspects(before: Evaluation, after: Evaluation) -> str:

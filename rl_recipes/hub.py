@@ -9,7 +9,6 @@ import huggingface_hub
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from rl_recipes.config import Arguments, ConfigError
-from rl_recipes.evaluation import MEASURES
 from rl_recipes.runs import RunError
 
 #: What is uploaded of the run's folder beside the content of ``adapter/``.
@@ -61,9 +60,9 @@ def card(summary: dict[str, Any], args: Arguments) -> str:
     )  # fmt: skip
     metric = f" (`{summary['metric']}`)" if summary["metric"] else ""
     rows = [
-        f"| {measure} | {summary['before'][measure]:.4f} | {summary['after'][measure]:.4f} |"
-        for measure in MEASURES
-        if summary["before"][measure] is not None and summary["after"][measure] is not None
+        f"| {measure} | {before:.4f} | {after:.4f} |"
+        for measure, after in summary["after"].items()
+        if after is not None and (before := summary["before"].get(measure)) is not None
     ]
     table = "\n".join(["| measure | before | after |", "|---|---|---|", *rows])
     what = "held-out edits" if summary["held_out"] else "edits that it was trained on"

@@ -50,6 +50,8 @@ def test_photographs_of_several_sizes(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluated"] == 4 and not summary["held_out"]
     assert [row["line"] for row in summary["bad_rows"]] == [2, 4] and "missing.jpg" in summary["bad_rows"][0]["reason"]
+    page = (run / "report.html").read_text()
+    assert "2 bad rows were skipped:" in page and "missing.jpg does not exist." in page
     for when in ("before", "after"):
         means = summary[when]
         assert means["preserve"] is not None and means["target"] is not None and means["copy_rate"] is not None

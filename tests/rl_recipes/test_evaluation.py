@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import job_of, settings
+from jobs import PixelSource, job_of, settings
 from rich.console import Console
 from tiny_editors import tiny_editor
 
 from rl_recipes import evaluation
 from rl_recipes.evaluation import MEASURES, Evaluation, compare, comparison_table, evaluate, setbacks
 from rl_recipes.prompts import ProceduralPrompts, Prompt
-from rl_recipes.rewards import TPIPSSource
+from rl_recipes.rewards import Asked, Rewards, TPIPSSource
 from rl_recipes.runs import DivergedError, RunError
 from rl_recipes.seeds import generator
 from tpips_reward.rewards import TPIPSReward
@@ -67,6 +67,33 @@ def test_a_perfect_editor_and_a_copying_one_are_told_apart(tmp_path: Path, monke
     assert perfect["drift"] == pytest.approx(0, abs=1e-6) == perfect["l1_to_ideal"]
     assert (copying["edit_success"], copying["copy_rate"]) == (0.0, 1.0)
     assert copying["preserve"] == pytest.approx(1.0) and copying["target"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_reward_and_each_of_several_are_measures(tmp_path: Path) -> None:
+    red, green = "tpips:edit[metric=a/b]", "my_module:<green>"
+    one, two = Asked(PixelSource(0), {red: 0.5}), Asked(PixelSource(1), {green: 2.0})
+    job = job_of(settings(num_inference_steps=2, sde_window=1), tiny_editor(), tmp_path)
+    job.reward = Rewards("both", [one, two])
+    before = evaluate(job, ProceduralPrompts(7, "test", 32), 3, "before")
+    for row in before.rows:
+        assert row["reward"] == pytest.approx(0.5 * row[f"reward/{red}"] + 2 * row[f"reward/{green}"], rel=1e-5)
+    assert list(before.means())[:3] == ["reward", f"reward/{red}", f"reward/{green}"]
+    before.save(tmp_path)
+    loaded = Evaluation.load(tmp_path)
+    assert loaded is not None and loaded.rows == before.rows
+    console = Console(record=True, width=160)
+    console.print(comparison_table(before, before, "edits"))
+    assert all(f"{name} ↑" in console.export_text(clear=False) for name in before.means() if name.startswith("reward"))
+    job.reward = Rewards("one", [one])
+    alone = evaluate(job, ProceduralPrompts(7, "test", 32), 3, "after")
+    assert list(alone.means()) == list(MEASURES), "the only one is the reward itself"
+    assert alone.means()["reward"] == pytest.approx(0.5 * (before.means()[f"reward/{red}"] or 0), rel=1e-5)
+
+
+def test_a_reward_below_zero_that_rises_has_risen_in_percent() -> None:
+    before, after = _rows(reward=[-0.2] * 8), _rows(reward=[-0.1] * 8)
+    assert compare(before, after)["reward"]["relative"] == pytest.approx(0.5)
+    assert setbacks(after, before) == ["reward went from -0.1000 to -0.2000"]
 
 
 def test_photographs_have_no_ideal_but_copies_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +177,7 @@ def test_differences_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
     # The spread between edits (1.0) is no part of the error of their differences (0.1).
     assert found["standard_error"] == pytest.approx(change.std() / 20, rel=0.1)
     assert found["low"] is not None and found["low"] < change.mean() < found["high"]
-    assert found["relative"] == pytest.approx(change.mean() / base.mean())
+    assert found["relative"] == pytest.approx(change.mean() / abs(base.mean()))
     assert compare(before, after)["preserve"]["difference"] is None
 
 
