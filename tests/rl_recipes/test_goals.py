@@ -35,7 +35,28 @@ def test_time_is_a_goal_and_an_unknown_measure_is_missed() -> None:
     unknown = _summary()
     unknown["before"] = {**BEFORE, "drift": None}
     assert missed(unknown) == ["drift"]
-    assert "not known" in goals_table([unknown])
+    assert "**not known**" in goals_table([(Path("run"), unknown)])
+    lost = _summary()
+    lost["after"]["drift"] = None
+    assert missed(lost) == ["drift"]
+
+
+def test_what_a_run_on_photographs_cannot_have_is_no_miss() -> None:
+    photographs = _summary()
+    nothing = dict.fromkeys(BEFORE)
+    photographs["before"] = photographs["after"] = {**nothing, "copy_rate": 0.0}
+    row = goals_table([(Path("run"), photographs)]).splitlines()[-1]
+    assert missed(photographs) == [] and row.count("| does not apply ") == 4 and "**" not in row
+    photographs["after"] = {**nothing, "copy_rate": 0.2}
+    assert missed(photographs) == ["copy_rate"]
+    photographs["before"] = nothing
+    assert len(missed(photographs)) == 5, "nothing was evaluated, so that nothing is known"
+
+
+def test_runs_of_one_seed_are_told_apart_by_their_folders() -> None:
+    other = {**_summary(), "seed": 4}
+    rows = goals_table([(Path("a"), _summary()), (Path("b"), other), (Path("c"), _summary())]).splitlines()[3:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 3 (a)", "| 4", "| 3 (c)"]
 
 
 def test_the_command_prints_a_row_a_run_and_says_by_its_exit_code(
@@ -48,6 +69,26 @@ def test_the_command_prints_a_row_a_run_and_says_by_its_exit_code(
     assert "0.0800 → 0.0600 (-25 %)" in capsys.readouterr().out
     assert main([str(tmp_path / "good"), str(tmp_path / "bad")]) == 1
     assert "**0.0800 → 0.0800 (+0 %)**" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path / "none")])
-    assert "summary.json" in capsys.readouterr().err
+
+
+def test_runs_without_a_summary_are_named_beside_those_that_have_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, file, content in (
+        ("good", "summary.json", json.dumps(_summary())), ("running", "config.yaml", "seed: 0"), ("cut", "summary.json", '{"seed"'),
+        ("other", "summary.json", "{}"),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(content)
+    folders = [str(tmp_path / name) for name in ("running", "cut", "good", "other", "none")]
+    assert main(folders) == 2
+    said = capsys.readouterr()
+    assert "0.0800 → 0.0600 (-25 %)" in said.out
+    running, cut, other, none = said.err.splitlines()
+    again = "--resume --output_dir {} with the recipe that began it"
+    assert running == f"error: {folders[0]} has not finished: wait for it, or go on with {again.format(folders[0])}."
+    assert "cut/summary.json cannot be read (" in cut and f"{again.format(folders[1])} evaluates again" in cut
+    assert "other/summary.json is no summary of a recipe (KeyError: 'before')" in other
+    assert "none holds no run" in none and "--overwrite" not in said.err
+    assert main(folders[:1]) == 2
+    assert capsys.readouterr().out == ""
