@@ -41,6 +41,10 @@ class PromptQueue:
         """Keys of the prompts that have nothing left to teach."""
         return saturated(self._history, top=self._top, last=LAST_VISITS)
 
+    def exhausted(self) -> bool:
+        """Whether every prompt that was dealt out is saturated; it takes three epochs, in which all of them were."""
+        return bool(self._history) and self._history.keys() <= self.saturated()
+
     def note(self, keys: Sequence[str], rewards: Sequence[float]) -> None:
         """Adds an iteration's rewards, those of all processes in the same order in each."""
         if self._skip:

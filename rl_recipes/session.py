@@ -147,7 +147,7 @@ class Session:
             raise Interrupted
         if self.iteration >= run.max_steps:
             return False
-        if run.stop_on_hack and self.watch.found:
+        if run.stop_on_hack and self.watch.fooled:
             self.display.say(f"Training ends after iteration {self.iteration} (--stop_on_hack).")
             return False
         if over:
@@ -169,7 +169,7 @@ class Session:
         if self.job.accelerator.is_main_process:
             self.job.folder.append_metrics(line)
         self.queue.note([row["key"] for row in rows], [row["score"] for row in rows])
-        for sentence in self.watch.look(line):
+        for sentence in self.watch.look({**line, "saturated": float(self.queue.exhausted())}):
             self.display.say(f"Warning, iteration {step.number}: {sentence}", style="yellow")
         # A run that is stopped within the next iteration has taken prompts and rewards from it, and will do so again.
         # The second sets of weights move with the weights alone.

@@ -1,4 +1,4 @@
-"""Signs that a reward is being fooled, looked for in every iteration: said once each, and reason to stop if asked to."""
+"""Signs that a reward is being fooled, or teaches nothing, looked for in every iteration: said once each, and reason to stop if asked to."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ WINDOW = 40
 MOST_COPIES, MOST_DEGENERATE = 0.5, 0.1
 #: Edges of edits by those of their sources, against the same ratio when the run began: blur, and grids or noise.
 FEWEST_EDGES, MOST_EDGES = 0.5, 2.0
+#: Signs that nothing is learnt; they are no reason to stop.
+IDLE = ("flat", "saturated")
 
 
 class Watch:
@@ -33,12 +35,17 @@ class Watch:
         self._first_edges: float | None = None
 
     def look(self, line: dict[str, Any]) -> list[str]:
-        """Adds an iteration's line of ``metrics.jsonl``; returns the sentences of signs that are new."""
+        """Adds an iteration's line of ``metrics.jsonl``; returns the sentences of signs that are new.
+
+        Args:
+            line: with ``saturated``, 1 where every prompt is.
+        """
         if line.get("edge_density_source"):
             ratio = line["edge_density"] / line["edge_density_source"]
             self._first_edges = self._first_edges or ratio
             line = {**line, "edges": ratio / self._first_edges if self._first_edges else None}
-        for name in ("reward_mean", "judge", "copy_rate", "degenerate", "edges"):
+        line = {**line, "no_gradient": float(line.get("grad_norm") == 0.0)}
+        for name in ("reward_mean", "judge", "copy_rate", "degenerate", "edges", "zero_std_share", "no_gradient", "saturated"):
             self._recent[name] = [*self._recent.get(name, []), line.get(name)][-WINDOW:]
         new = []
         for name, sign in _SIGNS.items():
@@ -47,6 +54,15 @@ class Watch:
                 self.found[name] = sentence
                 new.append(sentence)
         return new
+
+    @property
+    def fooled(self) -> bool:
+        """Whether one of the signs that were found is that of a fooled reward."""
+        return any(name not in IDLE for name in self.found)
+
+    def saturated(self) -> bool:
+        """Whether every prompt was saturated in the last iteration."""
+        return self._recent["saturated"][-1] == 1.0
 
     def lasting(self, name: str, low: float, high: float = float("inf")) -> float | None:
         """The mean of the last few iterations, where each of them lies above ``low`` and below ``high``."""
@@ -98,6 +114,26 @@ def _edges(watch: Watch) -> str | None:
     return f"The edits have {ratio:.2f} times the edges that they had when the run began, a sign of {what}."
 
 
+def _flat(watch: Watch) -> str | None:
+    if watch.lasting("zero_std_share", 0.999) is not None:
+        what = "all edits of each group earned the same"
+    elif watch.lasting("no_gradient", 0.5) is not None:
+        what = "the gradient was zero"
+    else:
+        return None
+    return f"The reward taught nothing in the last {LASTS} iterations: {what}."
+
+
+def _saturated(watch: Watch) -> str | None:
+    if not watch.saturated():
+        return None
+    return (
+        "Every prompt is saturated (--saturated_at): all of its edits earn the top reward, visit after visit. Little is left to "
+        "learn, and training goes on with all of them."
+    )
+
+
 _SIGNS: dict[str, Callable[[Watch], str | None]] = {
-    "copies": _copies, "degenerate": _degenerate, "edges": _edges, "judge": Watch.parted
+    "copies": _copies, "degenerate": _degenerate, "edges": _edges, "judge": Watch.parted, "flat": _flat,
+    "saturated": _saturated,
 }  # fmt: skip

@@ -252,7 +252,7 @@ def test_saturated_prompts_are_skipped_and_come_back() -> None:
         taken.append([source.key_at(p) for p in positions])
         scores = {key: 0.95 if key == "train-000001" else 0.5 for key in taken[-1]}
         queue.note([k for k in scores for _ in range(2)], [s for s in scores.values() for _ in range(2)])
-    assert queue.saturated() == {"train-000001"}
+    assert queue.saturated() == {"train-000001"} and not queue.exhausted()
     epochs = [key for keys in taken for key in keys]
     # Three epochs with all four prompts, and the fourth is one of those in which saturated prompts are visited too.
     assert epochs[:16] == [source.key_at(p) for p in range(16)]
@@ -269,8 +269,9 @@ def test_when_all_prompts_are_saturated_training_goes_on() -> None:
     source = ProceduralPrompts(0, "train", 32, count=2)
     queue = PromptQueue(source, skip=True, top=0.9)
     for iteration in range(1, 4):
+        assert not queue.exhausted()
         queue.note([source.key_at(p) for p in queue.take(iteration, 2)], [1.0, 1.0])
-    assert len(queue.saturated()) == 2
+    assert len(queue.saturated()) == 2 and queue.exhausted()
     assert [queue.take(i, 2) for i in (4, 5)] == [[6, 7], [8, 9]]
 
 

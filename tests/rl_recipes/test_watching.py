@@ -57,6 +57,29 @@ def test_a_sign_that_lasts_is_named_once(changes: dict[str, float], sentence: st
         raise AssertionError(found[0])
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"zero_std_share": 1.0, "grad_norm": 0.0}, "all edits of each group earned the same"), ({"grad_norm": 0.0}, "the gradient was zero")],
+)
+def test_a_reward_that_teaches_nothing_is_named_and_is_no_hack(changes: dict[str, float], what: str) -> None:
+    watch = Watch()
+    learns = {"zero_std_share": 0.5, "grad_norm": 0.1}
+    lines = [_line(i, **changes) for i in range(1, LASTS)]
+    assert [found for line in [*lines, _line(0, **learns), *lines] for found in watch.look(line)] == []
+    found = [sentence for i in range(3) for sentence in watch.look(_line(i, **changes))]
+    assert found == [f"The reward taught nothing in the last {LASTS} iterations: {what}."] and not watch.fooled
+    for i in range(LASTS):
+        watch.look(_line(i, copy_rate=0.9))
+    assert watch.fooled
+
+
+def test_prompts_that_are_all_saturated_are_named_once() -> None:
+    watch = Watch()
+    found = [watch.look(_line(i, saturated=float(i > 1))) for i in range(6)]
+    assert [len(sentences) for sentences in found] == [0, 0, 1, 0, 0, 0] and not watch.fooled
+    assert found[2][0].startswith("Every prompt is saturated (--saturated_at)")
+
+
 def test_reward_and_judge_that_part_are_named() -> None:
     parted = [_line(i, reward_mean=0.5 + 0.01 * i + 0.002 * (i % 2), judge=0.8 - 0.01 * i + 0.002 * (i % 3)) for i in range(20)]
     (sentence,) = _looks(parted)
