@@ -257,5 +257,5 @@ def score(
             kept = f"The batch could not be kept ({refused})"
         raise RunError(
             f"The reward failed in {where} ({type(error).__name__}: {reason(error)}). {kept}; once the cause is "
-            f"mended, --resume goes on from the last checkpoint."
+            f"mended, --resume goes on from the last checkpoint, or starts over where there is none."
         ) from error

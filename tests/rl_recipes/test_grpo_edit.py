@@ -247,6 +247,7 @@ def test_a_full_disk_does_not_hide_why_the_reward_failed(
     assert grpo_edit.main(made) == 2
     error = capsys.readouterr().err
     assert "its scores for 4 edits are [nan" in error and "could not be kept (Cannot write failed_batch: the disk is full.)" in error
+    assert "--resume goes on from the last checkpoint, or starts over where there is none." in error
 
 
 def test_a_full_device_is_one_sentence_and_a_run_goes_on_with_its_remedy(

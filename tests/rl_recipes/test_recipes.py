@@ -162,4 +162,6 @@ def test_saturated_prompts_are_skipped_in_a_run(flags: Flags, tmp_path: Path) ->
     run = tmp_path / "run"
     changes = {"train_prompts": 2, "skip_saturated": True, "saturated_at": -5.0, "gate": "none", "max_steps": 4}
     assert backprop_edit.main(_flags(flags, "backprop", run, **{**changes, "eval_samples": 0, "learning_rate": 0.0})) == 0
-    assert json.loads((run / "summary.json").read_text())["saturated"] == ["train-000000", "train-000001"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["saturated"] == ["train-000000", "train-000001"]
+    assert [warning.split(" (")[0] for warning in summary["warnings"]] == ["Every prompt is saturated"]
