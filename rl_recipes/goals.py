@@ -114,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             errors.append(error)
     if runs:
         print(goals_table(runs), flush=True)
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
+    for refused in errors:
+        print(f"error: {refused}", file=sys.stderr)
     return BAD_INPUT if errors else int(any(missed(summary) for _, summary in runs))
 
 
