@@ -81,7 +81,7 @@ def test_a_negation_says_what_it_turns_off(
 def test_a_default_is_said_once_and_only_where_there_is_one() -> None:
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter, description="Two\nlines.")
     parser.add_argument("--size", type=int, default=3, help="of it")
-    parser.add_argument("--room", help="for it (default: none)")
+    parser.add_argument("--room", default="", help="for it (default: none)")
     parser.add_argument("--name", help="its name")
     parser.add_argument("--all", action="store_true", help="of them")
     lines = [" ".join(line.split()) for line in parser.format_help().splitlines()]
