@@ -74,7 +74,7 @@ class Progress:
     def catch_up(self) -> None:
         """Does what was left undone after the step of the checkpoint: its validation."""
         if self._unvalidated is not None:
-            self._conclude(self._unvalidated, save=True)
+            self._conclude(self._unvalidated)  # a run that is killed after it makes up for it once more
 
     def stepped(self, done: int, loss: float, learning_rate: float) -> None:
         """Validates, logs and saves after a step, as far as that is due.
@@ -102,7 +102,7 @@ class Progress:
         """Ends the log."""
         self._log.close()
 
-    def _conclude(self, record: Mapping[str, Any], save: bool = False) -> None:
+    def _conclude(self, record: Mapping[str, Any]) -> None:
         done, record = record["step"], dict(record)
         last = done == self.steps
         if self.validate is not None and (done % self.config.eval_steps == 0 or last):
@@ -117,5 +117,5 @@ class Progress:
                 self.save(done, BEST)
         # before the checkpoint: lines of later steps are dropped on a resume, and one that is missing would stay so
         self._log.step(record, write=done % self.config.logging_steps == 0 or "validation_agreement" in record or last)
-        if save or done % self.config.save_steps == 0 or last:
+        if done % self.config.save_steps == 0 or last:
             self.save(done)

@@ -192,6 +192,11 @@ def test_the_output_is_what_load_metric_takes(start: str, finished: Path) -> Non
     assert f"| {step} | {best:.4f} |" in card and "# tiny" in card and "; 1 comparison a step" in card
 
 
+def test_weights_move_at_the_rate_of_the_schedule(finished: Path) -> None:
+    groups = state(finished)["optimizer"]["param_groups"]
+    assert groups and {group["lr"] for group in groups} == {1e-3 * learning_rate_factor(3, 4, 0.03, "cosine")}
+
+
 def test_best_is_the_best_validation(finished: Path) -> None:
     records = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
     measured = {r["step"]: r["validation_agreement"] for r in records if "validation_agreement" in r}
