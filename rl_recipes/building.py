@@ -101,6 +101,16 @@ def start_trackers(args: Arguments, accelerator: Accelerator) -> None:
             ) from error
 
 
+def end_trackers(accelerator: Accelerator) -> None:
+    """Closes the tracker, whose failure must cost neither a finished run nor the error that ended one, and leaves the process group."""
+    try:
+        accelerator.end_training()
+    except Exception as error:  # noqa: BLE001  each tracker has errors of its own
+        log.warning("The tracker did not end as it should: %s", reason(error))
+        accelerator.trackers = []
+        accelerator.end_training()
+
+
 def check_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:
     """The output folder, once the main process has seen that this run may use it; nothing in it is changed yet."""
     folder = RunFolder(args.run.output_dir, owner=accelerator.is_main_process)
@@ -115,7 +125,8 @@ def claim_folder(folder: RunFolder, args: Arguments, accelerator: Accelerator) -
         folder.check(overwrite=args.run.overwrite, resume=args.run.resume)  # another run may have come in between
         if args.run.overwrite:
             folder.clear()
-        folder.save_config(args.to_dict())
+        # a default that another version has another value for is this value in the run
+        folder.save_config({**args.to_dict(), "ema_decay": args.ema_decay()})
     accelerator.wait_for_everyone()
 
 

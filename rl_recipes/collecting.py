@@ -245,6 +245,8 @@ def score(
         if output.scores.shape != (len(edits),) or not bool(torch.isfinite(output.scores).all()):
             raise RunError(f"its scores are {output.scores.tolist()}")
         return output
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         rows = [
             {"key": p.key, "instruction": p.instruction, "preserve": list(p.preserve), "target": list(p.target)}

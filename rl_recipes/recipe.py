@@ -86,10 +86,14 @@ def _run(
     session = Session(job, prompts, held_out, num_held_out, judge, clock, display)
     with folder, stop, display:
         try:
-            building.claim_folder(folder, args, accelerator)
-            building.start_trackers(args, accelerator)
-            session.restore()
             check(session)
+            local = args.run.report_to == "tensorboard"  # writes to the folder, which must be this run's by then
+            if not local:
+                building.start_trackers(args, accelerator)
+            building.claim_folder(folder, args, accelerator)
+            if local:
+                building.start_trackers(args, accelerator)
+            session.restore()
             before = session.evaluate_before()
             train(session)
             session.save_checkpoint()
@@ -104,5 +108,5 @@ def _run(
             session.save_after_error()
             raise
         finally:
-            accelerator.end_training()
+            building.end_trackers(accelerator)
     return 0

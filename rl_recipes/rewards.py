@@ -290,6 +290,8 @@ def _ask(one: Asked, edits: list[Tensor], sources: list[Tensor], prompts: Sequen
         try:
             output = _checked(one.source(edits, sources, prompts), len(edits))
             break
+        except torch.OutOfMemoryError:  # asked again it would be full again, and what to do is said elsewhere
+            raise
         except Exception as error:
             if attempt == one.retries or isinstance(error, WrongAnswer):
                 kind = "" if isinstance(error, TPIPSError) else f"{type(error).__name__}: "

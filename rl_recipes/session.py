@@ -333,7 +333,7 @@ class Session:
         silent = sum("judge" not in line for line in lines) if self.judge is not None else 0
         if silent:
             warnings.append(
-                f"--judge failed in {silent} of {len(lines)} iterations, and what it would have said of the reward in them is "
+                f"--judge said nothing in {silent} of {len(lines)} iterations, and what it would have said of the reward in them is "
                 "not known"
             )
         summary = {

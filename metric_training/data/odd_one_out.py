@@ -83,10 +83,11 @@ def odd_one_out_from_rows(rows: Rows) -> Data:
             rows.problems.add(line, str(error))
             continue
         earlier = asked.setdefault(frozenset(image.key for image in images), {})
+        problems = len(rows.problems.found)
         targets, without = factor_targets(factors, LABELS, line, rows.problems, earlier)
         data.dropped[NO_TARGET] += without
         if not targets:
-            data.dropped["triplets without a target"] += 1
+            data.dropped["triplets without a target"] += len(rows.problems.found) == problems  # else listed there
             continue
         data.comparisons.append(
             Comparison(

@@ -146,7 +146,7 @@ def check_same_origin(saved: Mapping[str, Any], origin: Mapping[str, Any], confi
     """
     reasons = {
         "data": f"The rows of {config.dataset_name} are not those that the checkpoint {where} was made with (other aspects or "
-        "votes, rows added or left out, or another order); bring the data back",
+        "votes, rows added or left out, another order, or another version that reads them otherwise); bring the data back",
         "start": f"The weights of {config.model_name_or_path} are not those that the checkpoint {where} was trained beside; "
         "bring them back",
         "teacher": f"The weights of the teacher {config.teacher} are not those that the checkpoint {where} was made with; bring "

@@ -63,6 +63,10 @@ def whole_output(images: list[Tensor]) -> RewardOutput:
     return RewardOutput(scores, aspects, {"preserve": scores}, {"a part of its own": scores})
 
 
+def full_device(images: list[Tensor]) -> list[float]:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def output_without_aspects(images: list[Tensor]) -> RewardOutput:
     return RewardOutput(torch.ones(len(images)), [], {})
 

@@ -7,7 +7,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -119,6 +119,21 @@ def test_a_tracker_that_does_not_start_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=message):
         building.start_trackers(settings(report_to="wandb"), accelerator)
     assert accelerator.trackers == [], "what has not begun is not ended"
+
+
+def test_a_tracker_that_does_not_end_costs_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Ending:
+        trackers: ClassVar[list[str]] = ["wandb"]
+        ended = False
+
+        def end_training(self) -> None:
+            if self.trackers:
+                raise ConnectionError("no network")
+            self.ended = True
+
+    accelerator = Ending()
+    building.end_trackers(accelerator)  # type: ignore[arg-type]
+    assert accelerator.ended and "no network" in caplog.text
 
 
 def test_a_tracker_that_fails_later_costs_no_run(caplog: pytest.LogCaptureFixture) -> None:

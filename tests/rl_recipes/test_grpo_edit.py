@@ -158,8 +158,10 @@ def test_a_real_kill_costs_no_bit(
     _kill_in(monkeypatch, owner, name, number)
     child = os.fork()
     if child == 0:
-        grpo_edit.main(flags(run))
-        os._exit(0)
+        try:  # whatever it raises must not go on into pytest
+            grpo_edit.main(flags(run))
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     monkeypatch.undo()
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -271,6 +273,15 @@ def test_a_full_device_is_one_sentence_and_a_run_goes_on_with_its_remedy(
     found, expected = _lines(run), _lines(whole_run)
     assert found[:3] == expected[:3] and found[3]["reward_mean"] == expected[3]["reward_mean"]
     assert found[3]["grad_norm"] == pytest.approx(expected[3]["grad_norm"], rel=1e-3)
+
+
+def test_a_device_that_is_full_in_the_reward_is_no_failed_reward(
+    flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert grpo_edit.main(flags(run, reward="reward_functions:full_device", reward_retries=3, max_steps=1)) == 2
+    assert "The device's memory is full (CUDA out of memory" in capsys.readouterr().err
+    assert not (run / "failed_batch").exists()
 
 
 def test_a_damaged_evaluation_is_repeated_after_the_remedy_that_is_named(

@@ -5,8 +5,10 @@ What all recipes share (folders, kills, damaged checkpoints, bad input) is teste
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +78,7 @@ def test_a_run_trains_and_leaves_what_it_should(finished: tuple[str, Path]) -> N
 
 #: Each recipe with its arguments, one after the other.
 RUN_ALL = """
+import filecmp
 import json
 from rl_recipes import backprop_edit, ddpo_edit, nft_edit
 for name, arguments in json.loads(sys.argv[1]).items():
@@ -155,6 +158,14 @@ def test_a_reward_without_gradient_is_refused(flags: Flags, tmp_path: Path, caps
         assert backprop_edit.main(_flags(flags, "backprop", tmp_path / "run", "--overwrite", reward=text)) == 2
         assert f"The reward '{name}' gives no gradient" in capsys.readouterr().err
         assert not (tmp_path / "run" / "before.json").exists(), "before an evaluation has cost its hours"
+        assert not (tmp_path / "run" / "config.yaml").exists(), "before the folder is taken"
+
+
+def test_a_refused_reward_costs_no_earlier_run(finished: tuple[str, Path], flags: Flags, tmp_path: Path) -> None:
+    run = shutil.copytree(finished[1], tmp_path / "run")
+    refused = _flags(flags, "backprop", run, "--overwrite", reward="reward_functions:brightness_without_gradient")
+    assert backprop_edit.main(refused) == 2
+    assert filecmp.dircmp(finished[1], run).diff_files == [] and (run / "summary.json").is_file() and (run / "adapter").is_dir()
 
 
 def test_saturated_prompts_are_skipped_in_a_run(flags: Flags, tmp_path: Path) -> None:

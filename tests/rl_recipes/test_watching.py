@@ -142,7 +142,7 @@ def test_a_judge_that_never_answers_is_told_at_the_end(flags: Callable[..., list
     made = flags(tmp_path / "run", judge="reward_functions:not_a_number", reward_retries=0, max_steps=2, eval_samples=0)
     assert grpo_edit.main(made) == 0
     warnings = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
-    assert any(warning.startswith("--judge failed in 2 of 2 iterations") for warning in warnings)
+    assert any(warning.startswith("--judge said nothing in 2 of 2 iterations") for warning in warnings)
 
 
 def test_a_run_stops_at_a_sign_when_asked_to(
