@@ -115,6 +115,7 @@ def test_a_bad_factor_does_not_stand_for_a_good_one_after_it(pictures: Path, tmp
     for rows in ([row(factors=[bad]), row(factors=[good])], [row(factors=[silent, good])], [row(factors=[bad, good])]):
         data = load_odd_one_out(write(tmp_path / "set.jsonl", rows), image_root=pictures)
         assert [c.aspects for c in data.comparisons] == [("pose",)] and len(data.problems.found) == (bad in rows[0]["factors"])
+        assert data.dropped["triplets without a target"] == 0, "a row whose factors are all bad is listed, and not counted again"
 
 
 def test_problems_are_shown_with_what_is_left(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
