@@ -111,22 +111,25 @@ def end_trackers(accelerator: Accelerator) -> None:
         accelerator.end_training()
 
 
-def check_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:
+def find_folder(args: Arguments, accelerator: Accelerator) -> RunFolder:
     """The output folder, once the main process has seen that this run may use it; nothing in it is changed yet."""
     folder = RunFolder(args.run.output_dir, owner=accelerator.is_main_process)
+    check_folder(folder, args, accelerator)
+    return folder
+
+
+def check_folder(folder: RunFolder, args: Arguments, accelerator: Accelerator) -> None:
+    """Refuses a folder that this run may not use; asked again once it is locked, for another run may have come in between."""
     if accelerator.is_main_process:
         folder.check(overwrite=args.run.overwrite, resume=args.run.resume)
-    return folder
 
 
 def claim_folder(folder: RunFolder, args: Arguments, accelerator: Accelerator) -> None:
     """Takes the folder for this run: --overwrite acts now, when everything else has been found to work."""
     if accelerator.is_main_process:
-        folder.check(overwrite=args.run.overwrite, resume=args.run.resume)  # another run may have come in between
         if args.run.overwrite:
             folder.clear()
-        # a default that another version has another value for is this value in the run
-        folder.save_config({**args.to_dict(), "ema_decay": args.ema_decay()})
+        folder.save_config(args.to_dict())
     accelerator.wait_for_everyone()
 
 

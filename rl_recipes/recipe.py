@@ -73,7 +73,7 @@ def _run(
 ) -> int:
     hub.check_login(args)
     accelerator = building.build_accelerator(args)
-    folder = building.check_folder(args, accelerator)
+    folder = building.find_folder(args, accelerator)
     reward = building.build_reward(args, accelerator.device)
     judge = building.build_judge(args, accelerator.device)
     building.check_judge(judge, reward, args.reward)
@@ -84,13 +84,16 @@ def _run(
     average = MovingAverage(editor.lora_parameters(), args.ema_decay()) if args.ema_decay() else None
     job = Job(args, accelerator, folder, editor, optimizer, reward, stop, average)
     session = Session(job, prompts, held_out, num_held_out, judge, clock, display)
+    claimed = False
     with folder, stop, display:
         try:
+            building.check_folder(folder, args, accelerator)
             check(session)
             local = args.run.report_to == "tensorboard"  # writes to the folder, which must be this run's by then
             if not local:
                 building.start_trackers(args, accelerator)
             building.claim_folder(folder, args, accelerator)
+            claimed = True
             if local:
                 building.start_trackers(args, accelerator)
             session.restore()
@@ -100,7 +103,7 @@ def _run(
             session.finish(before, session.evaluate_after(before))
         except (Interrupted, KeyboardInterrupt) as stopped:
             session.save_after_error(agreed=isinstance(stopped, Interrupted))
-            display.say(session.stopped())
+            display.say(session.stopped() if claimed else "Stopped. Nothing was begun, and nothing is changed.")
             return INTERRUPTED
         except DivergedError:
             raise

@@ -63,7 +63,7 @@ def check(args: Arguments, accelerator: Accelerator) -> None:
     }
     if stage == 3 and any(second.values()):
         name = next(name for name, used in second.items() if used)
-        without = "give --ema_decay 0, or " if name == "--ema_decay" else ""
+        without = "give --ema_decay 0, or " if name == "--ema_decay" and not args.run.resume else ""
         raise ConfigError(
             f"{name} keeps a second set of the trained weights, which ZeRO-3 shares out; {without}launch with "
             "rl_recipes/accelerate/zero2.yaml or fsdp2.yaml."

@@ -78,7 +78,6 @@ def test_a_run_trains_and_leaves_what_it_should(finished: tuple[str, Path]) -> N
 
 #: Each recipe with its arguments, one after the other.
 RUN_ALL = """
-import filecmp
 import json
 from rl_recipes import backprop_edit, ddpo_edit, nft_edit
 for name, arguments in json.loads(sys.argv[1]).items():
@@ -166,6 +165,18 @@ def test_a_refused_reward_costs_no_earlier_run(finished: tuple[str, Path], flags
     refused = _flags(flags, "backprop", run, "--overwrite", reward="reward_functions:brightness_without_gradient")
     assert backprop_edit.main(refused) == 2
     assert filecmp.dircmp(finished[1], run).diff_files == [] and (run / "summary.json").is_file() and (run / "adapter").is_dir()
+
+
+def test_a_stop_before_the_folder_is_taken_leaves_it_as_it_was(
+    flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backprop_steps, "check_reward", stopped)
+    assert backprop_edit.main(_flags(flags, "backprop", tmp_path / "run")) == 130
+    assert "Nothing was begun, and nothing is changed." in " ".join("".join(capsys.readouterr()).split())
+    assert not (tmp_path / "run").exists()
 
 
 def test_saturated_prompts_are_skipped_in_a_run(flags: Flags, tmp_path: Path) -> None:
